@@ -1,0 +1,31 @@
+# make demo: set up and run the main job.  make test: set up and run every check.
+PYTHON ?= python3
+VENV := .venv
+RUN := $(VENV)/bin/python
+STAMP := $(VENV)/.installed
+
+.PHONY: demo test check format clean
+
+$(STAMP): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(RUN) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt "torch==2.13.0"
+	$(RUN) -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[train,test]"
+	touch $(STAMP)
+
+demo: $(STAMP)
+	$(VENV)/bin/counterpoint simulate
+
+test: $(STAMP) check
+	$(RUN) -m pytest
+
+check: $(STAMP)
+	$(RUN) -m ruff format --check .
+	$(RUN) -m ruff check .
+	$(RUN) -m mypy
+
+format: $(STAMP)
+	$(RUN) -m ruff format .
+	$(RUN) -m ruff check --fix .
+
+clean:
+	rm -rf $(VENV) build dist *.egg-info
