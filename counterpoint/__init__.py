@@ -1,0 +1,1 @@
+"""Counterpoint: train PyTorch models whose training state does not fit in memory."""

@@ -1,0 +1,115 @@
+"""What was measured, or counted, of a model: per layer times and bytes as functions of the microbatch size."""
+
+from bisect import bisect_left
+from dataclasses import dataclass
+
+from counterpoint.core.outline import LayerOutline, Outline, Value
+
+
+@dataclass(frozen=True, slots=True)
+class Curve:
+    """A quantity known at some microbatch sizes, linear between them and beyond.
+
+    >>> curve = Curve(((1, 10), (4, 40), (8, 60)))
+    >>> curve.at(2), curve.at(6), curve.at(16)
+    (20, 50, 100)
+    >>> Curve.constant(7).at(3), Curve.proportional(7).at(3)
+    (7, 21)
+    """
+
+    points: tuple[tuple[int, int], ...]
+
+    def __post_init__(self) -> None:
+        sizes = [size for size, _ in self.points]
+        if not sizes or sizes != sorted(set(sizes)) or sizes[0] < 1:
+            raise ValueError(f"a curve needs ascending microbatch sizes from 1 on, not {sizes}")
+        if any(value < 0 for _, value in self.points):
+            raise ValueError(f"a curve cannot be negative: {self.points}")
+
+    @staticmethod
+    def constant(value: int) -> "Curve":
+        return Curve(((1, value), (2, value)))
+
+    @staticmethod
+    def proportional(value: int, fixed: int = 0) -> "Curve":
+        """`fixed` plus `value` per sample."""
+        return Curve(((1, fixed + value), (2, fixed + 2 * value)))
+
+    def at(self, size: int) -> int:
+        if len(self.points) == 1:
+            known, value = self.points[0]
+            return value * size // known
+        right = min(max(bisect_left(self.points, (size, -1)), 1), len(self.points) - 1)
+        (x0, y0), (x1, y1) = self.points[right - 1], self.points[right]
+        return max(0, y0 + (y1 - y0) * (size - x0) // (x1 - x0))
+
+
+ZERO = Curve.constant(0)
+
+
+@dataclass(frozen=True, slots=True)
+class LayerCost:
+    """One layer. `backward_ns` does not include recompute; `saved_bytes` is what autograd keeps without recompute.
+
+    The workspaces are what a forward or backward needs for its own duration beyond what it reads and writes.
+    """
+
+    name: str
+    forward_ns: Curve
+    backward_ns: Curve
+    update_ns: int = 0
+    host_update_ns: int = 0
+    weight_bytes: int = 0
+    grad_bytes: int = 0
+    state_bytes: int = 0
+    constant_bytes: int = 0
+    saved_bytes: Curve = ZERO
+    forward_workspace_bytes: Curve = ZERO
+    backward_workspace_bytes: Curve = ZERO
+    tied: tuple[int, ...] = ()
+
+    def __post_init__(self) -> None:
+        for name in ("update_ns", "host_update_ns", "weight_bytes", "grad_bytes", "state_bytes", "constant_bytes"):
+            if getattr(self, name) < 0:
+                raise ValueError(f"layer {self.name!r}: {name} cannot be negative: {getattr(self, name)}")
+
+
+@dataclass(frozen=True, slots=True)
+class ValueCost:
+    """A value that leaves layer `producer` for later layers, and its size."""
+
+    producer: int
+    consumers: tuple[int, ...]
+    value_bytes: Curve
+    has_grad: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class Profile:
+    """`samples` names what one sample of a microbatch is; `tokens_per_sample` turns samples/s into tokens/s."""
+
+    name: str
+    layers: tuple[LayerCost, ...]
+    values: tuple[ValueCost, ...]
+    tokens_per_sample: int = 1
+
+    def __post_init__(self) -> None:
+        self.outline()
+
+    def outline(self) -> Outline:
+        return Outline(
+            tuple(LayerOutline(c.weight_bytes > 0, c.constant_bytes > 0, c.tied) for c in self.layers),
+            tuple(Value(v.producer, v.consumers, v.has_grad) for v in self.values),
+        )
+
+    @property
+    def weight_bytes(self) -> int:
+        return sum(layer.weight_bytes for layer in self.layers)
+
+    @property
+    def state_bytes(self) -> int:
+        return sum(layer.state_bytes for layer in self.layers)
+
+    @property
+    def grad_bytes(self) -> int:
+        return sum(layer.grad_bytes for layer in self.layers)
