@@ -39,8 +39,8 @@ class Outline:
             _refuse_bad_value(index, value, len(self.layers))
         for index, layer in enumerate(self.layers):
             for other in layer.tied:
-                if not 0 <= other < len(self.layers) or other == index or not self.layers[other].has_weights:
-                    raise ValueError(f"layer {index} is tied to layer {other}, which has no weights to share")
+                if not 0 <= other < index or not self.layers[other].has_weights:
+                    raise ValueError(f"layer {index} is tied to layer {other}, which is no earlier layer with weights")
 
     def __hash__(self) -> int:
         return hash((len(self.layers), len(self.values)))
