@@ -1,0 +1,224 @@
+"""The event loop: tasks start when all they wait for has ended, and end after their time or their transfer."""
+
+import heapq
+
+from counterpoint.core.costs import Costs
+from counterpoint.core.edges import Run, unrolled
+from counterpoint.core.errors import ProgramError
+from counterpoint.core.machine import Machine
+from counterpoint.core.program import Program
+from counterpoint.core.task import AllReduce, Buffer, Clip, Drop, Evict, Load, Receive, Send, Task
+from counterpoint.core.timeline import Span, Timeline
+from counterpoint.simulator.memory import tier_memory
+from counterpoint.simulator.network import Network
+
+
+def simulate(program: Program, costs: Costs, machine: Machine, steps: int = 4) -> Timeline:
+    """Forecast a run of `steps` steps; raises ProgramError if tasks wait for one another in a circle."""
+    if len(machine.devices) < len(program.devices):
+        raise ValueError(
+            f"the program needs {len(program.devices)} devices, {machine.name!r} has {len(machine.devices)}"
+        )
+    run = unrolled(program, steps)
+    engine = _Engine(run, costs, machine)
+    engine.go()
+    step_of = _steps(program, steps)
+    steady = max(0, steps - program.epilogue_steps - 1)
+    return Timeline(
+        num_devices=len(program.devices),
+        spans=engine.spans(step_of),
+        step_ends_ns=_step_ends(run, engine.ends, step_of),
+        memory=tier_memory(program, run, costs, machine, engine.starts, engine.ends),
+        link_bytes=_link_bytes(machine, engine.moves),
+        steady_link_bytes=_link_bytes(machine, engine.moves, [step == steady for step in step_of]),
+    )
+
+
+class _Engine:
+    """State of one simulation; arrays are indexed by task."""
+
+    def __init__(self, run: Run, costs: Costs, machine: Machine) -> None:
+        self.run, self.costs, self.machine = run, costs, machine
+        self.network = Network(machine)
+        count = len(run.tasks)
+        self.starts, self.ends, self.blockers = [-1] * count, [-1] * count, [-1] * count
+        self.missing = [len(p) for p in run.predecessors]
+        self.successors: list[list[int]] = [[] for _ in range(count)]
+        for index, before in enumerate(run.predecessors):
+            for other in before:
+                self.successors[other].append(index)
+        self.absent = [len(group) for group in run.meetings]
+        self.flows_left: dict[int, int] = {}
+        self.events: list[tuple[int, int]] = []
+        self.moves: list[tuple[int, tuple[str, ...], int]] = []
+        self.paths: dict[tuple[int, str, str], tuple[str, ...]] = {}
+        self.done = 0
+
+    def go(self) -> None:
+        for index, missing in enumerate(self.missing):
+            if not missing:
+                self._ready(index, 0)
+        while True:
+            flow_end = self.network.next_end_ns()
+            if self.events and (flow_end is None or self.events[0][0] <= flow_end):
+                now, index = heapq.heappop(self.events)
+                self._end(index, now)
+            elif flow_end is not None:
+                self._flow_ended(self.network.finish(flow_end), flow_end)
+            else:
+                break
+        if self.done < len(self.run.tasks):
+            stuck = next(i for i, end in enumerate(self.ends) if end < 0)
+            raise ProgramError(
+                f"deadlock: {len(self.run.tasks) - self.done} of {len(self.run.tasks)} tasks never start, the first is "
+                f"{self.run.tasks[stuck]} on device {self.run.devices[stuck]}; core/check.py explains why"
+            )
+
+    def _ready(self, index: int, now: int) -> None:
+        group = self.run.meeting[index]
+        if group < 0:
+            self._start(index, now)
+            return
+        self.absent[group] -= 1
+        members = self.run.meetings[group]
+        if not self.absent[group] and self._complete(members):
+            self._meet(members, now)
+
+    def _complete(self, members: list[int]) -> bool:
+        task = self.run.tasks[members[0]]
+        return len(members) == (len(task.peers) if isinstance(task, (AllReduce, Clip)) else 2)
+
+    def _start(self, index: int, now: int) -> None:
+        self.starts[index] = now
+        task, device = self.run.tasks[index], self.run.devices[index]
+        match task:
+            case Load(buffer, tier) | Evict(buffer, tier):
+                self._move(index, buffer, device, "load" if isinstance(task, Load) else "evict", tier, now)
+            case Drop():
+                heapq.heappush(self.events, (now, index))
+            case _:
+                speed = self.machine.devices[device].speed_percent
+                heapq.heappush(self.events, (now + self.costs.duration_ns(task, speed), index))
+
+    def _move(self, index: int, buffer: Buffer, device: int, way: str, tier: str, now: int) -> None:
+        key = (device, way, tier)
+        if key not in self.paths:
+            home = self.machine.home(device, tier)
+            self.paths[key] = home.load if way == "load" else home.evict
+        self.flows_left[index] = 1
+        self._flow(index, self.paths[key], self.costs.buffer_bytes(buffer), now)
+
+    def _meet(self, members: list[int], now: int) -> None:
+        """All sides are there: move the bytes; a collective is a ring around its peers."""
+        for index in members:
+            self.starts[index] = now
+        task = self.run.tasks[members[0]]
+        match task:
+            case Send(buffer, _) | Receive(buffer, _):
+                sender = next(i for i in members if isinstance(self.run.tasks[i], Send))
+                receiver = next(i for i in members if i != sender)
+                path = self.machine.path(self.run.devices[sender], self.run.devices[receiver])
+                self.flows_left[members[0]] = 1
+                self._flow(members[0], path, self.costs.buffer_bytes(buffer), now)
+            case AllReduce(peers=peers) | Clip(peers=peers):
+                size = -(-2 * (len(peers) - 1) * self.costs.reduced_bytes(task) // len(peers))
+                self.flows_left[members[0]] = len(peers)
+                for peer, following in zip(peers, peers[1:] + peers[:1], strict=True):
+                    path = self.machine.path(peer, following) if peer != following else ()
+                    self._flow(members[0], path, size, now)
+
+    def _flow(self, owner: int, path: tuple[str, ...], size: int, now: int) -> None:
+        key = len(self.moves)
+        self.moves.append((owner, path, size))
+        if path and size:
+            self.network.add(key, path, size, now)
+        else:
+            self._flow_ended(key, now)
+
+    def _flow_ended(self, key: int, now: int) -> None:
+        owner = self.moves[key][0]
+        self.flows_left[owner] -= 1
+        if not self.flows_left[owner]:
+            heapq.heappush(self.events, (now + self._latency(owner), owner))
+
+    def _latency(self, owner: int) -> int:
+        task, device = self.run.tasks[owner], self.run.devices[owner]
+        match task:
+            case Send(_, peer):
+                return self.network.latency_ns(self.machine.path(device, peer))
+            case Receive(_, peer):
+                return self.network.latency_ns(self.machine.path(peer, device))
+            case Load(_, tier):
+                return self.network.latency_ns(self.paths[device, "load", tier])
+            case Evict(_, tier):
+                return self.network.latency_ns(self.paths[device, "evict", tier])
+            case AllReduce(peers=peers) | Clip(peers=peers) if len(peers) > 1:
+                return 2 * (len(peers) - 1) * self.network.latency_ns(self.machine.path(peers[0], peers[1]))
+            case _:
+                return 0
+
+    def _end(self, index: int, now: int) -> None:
+        group = self.run.meeting[index]
+        for member in (index,) if group < 0 else self.run.meetings[group]:
+            self.ends[member] = now
+            self.done += 1
+            for other in self.successors[member]:
+                self.missing[other] -= 1
+                if not self.missing[other]:
+                    self.blockers[other] = member
+                    self._ready(other, now)
+
+    def spans(self, step_of: list[int]) -> tuple[Span, ...]:
+        run = self.run
+        found = [
+            Span(run.devices[i], run.lanes[i], task, self.starts[i], self.ends[i], step_of[i], self._blocker(i))
+            for i, task in enumerate(run.tasks)
+        ]
+        found.sort(key=lambda span: (span.start_ns, span.device, span.lane, span.end_ns))
+        return tuple(found)
+
+    def _blocker(self, index: int) -> Task | None:
+        """The task that was waited for. A drop passes on what it waited for itself, and so does a transfer that
+        began only after the better part of the wait."""
+        blocker, run = self.blockers[index], self.run
+        begin = max((self.ends[p] for p in run.predecessors[index] if run.lanes[p] == run.lanes[index]), default=0)
+        while blocker >= 0 and self.blockers[blocker] >= 0:
+            late = self.starts[blocker] - begin > self.ends[blocker] - self.starts[blocker]
+            before = self.blockers[blocker]
+            passes_on = late and run.lanes[before] != run.lanes[blocker] and run.lanes[blocker] != "compute"
+            if not (isinstance(run.tasks[blocker], Drop) or passes_on):
+                break
+            blocker = before
+        return run.tasks[blocker] if blocker >= 0 else None
+
+
+def _steps(program: Program, steps: int) -> list[int]:
+    """The step each task belongs to: its body's, the first for the prologue, the last for the epilogue."""
+    found: list[int] = []
+    for part in program.devices:
+        bodies = steps - program.epilogue_steps
+        found += [-1] * len(part.prologue)
+        for step in range(bodies):
+            found += [step] * len(part.body)
+        found += [bodies] * len(part.epilogue)
+    return found
+
+
+def _step_ends(run: Run, ends: list[int], step_of: list[int]) -> tuple[int, ...]:
+    last: dict[int, int] = {}
+    for index, name in enumerate(run.lanes):
+        if name == "compute" and step_of[index] >= 0:
+            last[step_of[index]] = max(last.get(step_of[index], 0), ends[index])
+    return tuple(last[step] for step in sorted(last))
+
+
+def _link_bytes(
+    machine: Machine, moves: list[tuple[int, tuple[str, ...], int]], chosen: list[bool] | None = None
+) -> tuple[tuple[str, int], ...]:
+    """Bytes over each link, of all tasks or of the chosen ones."""
+    totals = {link.name: 0 for link in machine.links}
+    for owner, path, size in moves:
+        if chosen is None or chosen[owner]:
+            for name in path:
+                totals[name] += size
+    return tuple(totals.items())
