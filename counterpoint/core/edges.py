@@ -4,7 +4,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 
 from counterpoint.core.outline import Outline
-from counterpoint.core.program import Program, lane, reads, unroll, writes
+from counterpoint.core.program import Program, lane, reads, renames, unroll, writes
 from counterpoint.core.task import AllReduce, Buffer, Clip, Drop, Evict, Load, Receive, Send, Task, Update
 
 
@@ -108,6 +108,9 @@ class _Scan:
             case _:
                 for buffer in reads(task, self.outline):
                     self._read(index, buffer, found)
+                for old, _ in renames(task, self.outline):
+                    self._write(index, old, found)
+                    del self.writer[old]
                 for buffer in writes(task, self.outline):
                     self._write(index, buffer, found)
                 if not isinstance(task, (Send, AllReduce, Clip)):
