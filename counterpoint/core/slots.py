@@ -1,32 +1,42 @@
-"""A run into unit time: the earliest slot in which each task can start, None where it never can."""
+"""A run into an order and into unit time: the earliest slot of each task, None where it can never start."""
 
 from collections import defaultdict, deque
+from dataclasses import dataclass
 
 from counterpoint.core.edges import Run
 from counterpoint.core.task import Backward, Forward
 
 
-def slots(run: Run) -> list[int | None]:
+@dataclass(frozen=True, slots=True)
+class Settled:
+    """`order` lists the tasks that can run, each after all it waits for; `slots` is indexed by task."""
+
+    order: list[int]
+    slots: list[int | None]
+
+
+def settle(run: Run) -> Settled:
     """Every forward and backward takes one slot, everything else none; tasks that meet start together.
 
-    A task without a slot is part of a deadlock or waits for one.
+    A task without a slot is part of a deadlock or waits for one. Meetings that lack a side do not wait for it.
     """
     groups, of = _groups(run)
     waiting, successors = _waits(run, groups, of)
     starts = [0] * len(groups)
     ready = deque(group for group, missing in enumerate(waiting) if not missing)
-    found: list[int | None] = [None] * len(run.tasks)
+    settled = Settled([], [None] * len(run.tasks))
     while ready:
         group = ready.popleft()
         for task in groups[group]:
-            found[task] = starts[group]
+            settled.order.append(task)
+            settled.slots[task] = starts[group]
         end = starts[group] + isinstance(run.tasks[groups[group][0]], (Forward, Backward))
         for successor in successors[group]:
             starts[successor] = max(starts[successor], end)
             waiting[successor] -= 1
             if not waiting[successor]:
                 ready.append(successor)
-    return found
+    return settled
 
 
 def _groups(run: Run) -> tuple[list[list[int]], list[int]]:

@@ -17,13 +17,14 @@ The lines say the chain, the microbatches, and then what each device does:
 
 import re
 import textwrap
+from collections.abc import Set
 
-from counterpoint.core.edges import Run, unrolled
+from counterpoint.core.edges import unrolled
 from counterpoint.core.errors import ProgramError
 from counterpoint.core.notation import dump_numbers, dump_task, parse_numbers, parse_task
 from counterpoint.core.outline import LayerOutline, Outline, Value
 from counterpoint.core.program import DeviceProgram, Program
-from counterpoint.core.slots import slots
+from counterpoint.core.slots import settle
 from counterpoint.core.task import Backward, Forward, Task, Update
 
 SECTIONS = ("prologue", "body", "epilogue")
@@ -155,7 +156,7 @@ _SUPERSCRIPTS = str.maketrans("0123456789", "⁰¹²³⁴⁵⁶⁷⁸⁹")
 _WIDTH = 100
 
 
-def grid(program: Program, steps: int = 1, mark: frozenset[Place] = frozenset(), versions: bool = False) -> str:
+def grid(program: Program, steps: int = 1, mark: Set[Place] = frozenset(), versions: bool = False) -> str:
     """One row per device, one column per unit of time; `0F2` is the forward of microbatch 2 on the pack from layer 0.
 
     The layer is left out where every device has one pack. A star follows the computation that an update comes after.
@@ -163,8 +164,7 @@ def grid(program: Program, steps: int = 1, mark: frozenset[Place] = frozenset(),
     the next computation; with a mark, a wide grid is cut around the first.
     """
     steps = max(steps, program.epilogue_steps)
-    run = unrolled(program, steps)
-    rows = _cells(program, run, mark, versions)
+    rows = _cells(program, steps, mark, versions)
     length = max((column + 1 for row in rows for column in row), default=0)
     width = max((len(cell) for row in rows for cell in row.values()), default=0)
     begin, end = _window(rows, length, width) if mark else (0, length)
@@ -176,16 +176,18 @@ def grid(program: Program, steps: int = 1, mark: frozenset[Place] = frozenset(),
     return "\n".join(lines)
 
 
-def _cells(program: Program, run: Run, mark: frozenset[Place], versions: bool) -> list[dict[int, str]]:
+def _cells(program: Program, steps: int, mark: Set[Place], versions: bool) -> list[dict[int, str]]:
     """For each device its cells by column; tasks that can never start follow those that can."""
     named = not _single_packs(program)
-    found = slots(run)
-    places = _places(program, run)
+    run = unrolled(program, steps)
+    found = settle(run).slots
+    stood = places(program, steps)
     rows: list[dict[int, str]] = [{} for _ in program.devices]
     last: list[int | None] = [None] * len(rows)
     arrow = [False] * len(rows)
     for index, task in enumerate(run.tasks):
-        device, marked = run.devices[index], places[index] in mark
+        device, (place, body) = run.devices[index], stood[index]
+        marked = place in mark and (not body or place[1] == "epilogue")
         row, column = rows[device], last[device]
         if isinstance(task, (Forward, Backward)):
             slot = found[index]
@@ -218,15 +220,15 @@ def _cell(task: Forward | Backward, named: bool, versions: bool) -> str:
     return f"{task.first if named else ''}{op}{task.microbatch}{count}{version}"
 
 
-def _places(program: Program, run: Run) -> list[Place | None]:
-    """Where each task of a run stands in the program; only the first of several bodies counts."""
-    places: list[Place | None] = []
+def places(program: Program, steps: int) -> list[tuple[Place, int]]:
+    """Where each task of a run stands in the program, and how many bodies came before."""
+    found: list[tuple[Place, int]] = []
+    bodies = steps - program.epilogue_steps
     for device, part in enumerate(program.devices):
-        rest = run.starts[device + 1] - run.starts[device] - len(part.prologue) - len(part.epilogue)
-        places += [(device, "prologue", i) for i in range(len(part.prologue))]
-        places += [(device, "body", i) if i < len(part.body) else None for i in range(rest)]
-        places += [(device, "epilogue", i) for i in range(len(part.epilogue))]
-    return places
+        found += [((device, "prologue", i), 0) for i in range(len(part.prologue))]
+        found += [((device, "body", i), body) for body in range(bodies) for i in range(len(part.body))]
+        found += [((device, "epilogue", i), bodies) for i in range(len(part.epilogue))]
+    return found
 
 
 def _window(rows: list[dict[int, str]], length: int, width: int) -> tuple[int, int]:
