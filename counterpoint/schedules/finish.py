@@ -1,0 +1,98 @@
+"""A place's finished gradients into the end of a step: all-reduce, norm, clip and update.
+
+Collectives keep one order on every device, so that none waits for another in a circle: first those among replicas, pack
+by pack, then those of tied layers in descending order, then the clip.
+"""
+
+from counterpoint.core.task import AllReduce, Backward, Clip, Norm, Task, Update
+from counterpoint.schedules.places import Place, updates_layer
+
+
+def settle(place: Place, pack: Backward) -> list[Task]:
+    """What follows a pack's last backward at once: its update, or with clipping its norm."""
+    return reduce_pack(place, pack) + (_norm_pack(place, pack) if place.plan.clipping else _update_pack(place, pack))
+
+
+def close(place: Place, step: int) -> list[Task]:
+    """What is left when every pack is settled: tied layers, and with clipping all updates."""
+    tasks = _reduce_shared(place, step)
+    if place.plan.clipping:
+        return tasks + _norm_rest(place, step) + update_all(place, step)
+    return tasks + [_update(place, item.layer, item.layer, step) for item in reversed(place.shared) if item.updates]
+
+
+def reduce_pack(place: Place, pack: Backward) -> list[Task]:
+    if len(place.replicas) == 1:
+        return []
+    return [AllReduce(first, last, pack.step, place.replicas) for first, last in _spans(place, pack)]
+
+
+def reduce_all(place: Place, step: int) -> list[Task]:
+    """Every all-reduce of the place: for schedules that delay the rest."""
+    return [task for pack in _packs(place, step) for task in reduce_pack(place, pack)] + _reduce_shared(place, step)
+
+
+def norm_all(place: Place, step: int) -> list[Task]:
+    if not place.plan.clipping:
+        return []
+    return [task for pack in _packs(place, step) for task in _norm_pack(place, pack)] + _norm_rest(place, step)
+
+
+def update_all(place: Place, step: int) -> list[Task]:
+    """Clip if asked, then update in ascending order: what the next step needs first is ready first."""
+    spans = [span for pack in place.backwards for span in _spans(place, pack) if _has_duty(place, span)]
+    spans += [(item.layer, item.layer) for item in place.shared if item.updates]
+    updates: list[Task] = [_update(place, first, last, step) for first, last in sorted(spans)]
+    return [Clip(step, place.pipeline), *updates] if _clips(place) else updates
+
+
+def _reduce_shared(place: Place, step: int) -> list[Task]:
+    return [AllReduce(item.layer, item.layer, step, item.peers) for item in place.shared]
+
+
+def _norm_pack(place: Place, pack: Backward) -> list[Task]:
+    return [Norm(first, last, pack.step) for first, last in _spans(place, pack)]
+
+
+def _norm_rest(place: Place, step: int) -> list[Task]:
+    """Norms of tied layers count where the layer itself runs; a place with copies only contributes an empty norm."""
+    owned: list[Task] = [Norm(item.layer, item.layer, step) for item in place.shared if item.owned]
+    if owned or not _clips(place) or any(_spans(place, pack) for pack in place.backwards):
+        return owned
+    return [Norm(place.backwards[0].first, place.backwards[0].last, step)]
+
+
+def _update_pack(place: Place, pack: Backward) -> list[Task]:
+    spans = [span for span in _spans(place, pack) if _has_duty(place, span)]
+    return [_update(place, first, last, pack.step) for first, last in spans]
+
+
+def _update(place: Place, first: int, last: int, step: int) -> Update:
+    plan = place.plan
+    return Update(first, last, step, host=plan.host_update, clipped=plan.clipping, keeps_old=place.delay > 0)
+
+
+def _has_duty(place: Place, span: tuple[int, int]) -> bool:
+    return updates_layer(place.plan, span[0], place.replica)
+
+
+def _clips(place: Place) -> bool:
+    return place.plan.clipping and place.device in place.pipeline
+
+
+def _packs(place: Place, step: int) -> list[Backward]:
+    packs = reversed(place.backwards)
+    return [Backward(p.first, p.last, 0, step - place.delay, step, p.recompute, p.count) for p in packs]
+
+
+def _spans(place: Place, pack: Backward) -> list[tuple[int, int]]:
+    """The pack's layers without those that are reduced on their own, in runs; runs without weights are left out."""
+    alone = {item.layer for item in place.shared}
+    spans: list[tuple[int, int]] = []
+    start = pack.first
+    for layer in range(pack.first, pack.last + 2):
+        if layer > pack.last or layer in alone:
+            if any(place.outline.layers[i].has_weights for i in range(start, layer)):
+                spans.append((start, layer - 1))
+            start = layer + 1
+    return spans

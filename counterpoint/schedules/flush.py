@@ -1,0 +1,27 @@
+"""Plan -> Program: PipeDream-Flush, one forward one backward (1F1B) with a flush per step (ICML 2021, section 3.2)."""
+
+from counterpoint.core.outline import Outline
+from counterpoint.core.plan import Plan
+from counterpoint.core.program import Program
+from counterpoint.core.task import Task
+from counterpoint.schedules.finish import close, settle
+from counterpoint.schedules.pieces import backwards, common_units, forwards, synchronous
+from counterpoint.schedules.places import Place, stage_places
+
+
+def write(plan: Plan, outline: Outline) -> Program:
+    units = common_units(plan)
+    later = [len(plan.stages) - 1 - stage for stage in range(len(plan.stages)) for _ in range(plan.num_replicas)]
+    places = stage_places(plan, outline)
+    return synchronous(plan, outline, [_body(place, units, q) for place, q in zip(places, later, strict=True)])
+
+
+def _body(place: Place, units: int, later: int) -> list[Task]:
+    """A stage runs ahead by one forward for each of the `later` stages."""
+    ahead = min(later, units)
+    tasks = [task for unit in range(ahead) for task in forwards(place, unit)]
+    for unit in range(units):
+        if unit + ahead < units:
+            tasks += forwards(place, unit + ahead)
+        tasks += backwards(place, unit, settle if unit == units - 1 else None)
+    return tasks + close(place, 0)

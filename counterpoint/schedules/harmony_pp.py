@@ -1,0 +1,67 @@
+"""Plan -> Program: Harmony-PP, the wrap-around pipeline (PVLDB 2022, section 4).
+
+Forward packs in ascending, then backward packs in descending order go round-robin over the devices; each runs all its
+microbatches. The fill is one pack, not one stage.
+"""
+
+from counterpoint.core.outline import Outline
+from counterpoint.core.plan import Pack, Plan
+from counterpoint.core.program import Program
+from counterpoint.schedules.harmony import grouped_body
+from counterpoint.schedules.pieces import synchronous
+from counterpoint.schedules.places import (
+    Place,
+    backward_tasks,
+    forward_tasks,
+    refuse_other_chain,
+    shared_layers,
+    updating_positions,
+)
+
+
+def write(plan: Plan, outline: Outline) -> Program:
+    return synchronous(plan, outline, [grouped_body(place) for place in _places(plan, outline)])
+
+
+def _places(plan: Plan, outline: Outline) -> list[Place]:
+    """A layer is updated where its backward runs; whoever else needs the new weights loads them from home."""
+    refuse_other_chain(plan, outline)
+    if plan.num_replicas != 1:
+        raise ValueError(f"harmony_pp has no replicas, not {plan.num_replicas}; use harmony for data parallelism")
+    forwards, owned = _dealt(plan)
+    _refuse_kept_elsewhere(plan, forwards, owned)
+    pipeline = tuple(updating_positions(outline, owned, everywhere=False))
+    return [
+        Place(
+            plan,
+            outline,
+            device,
+            0,
+            forward_tasks(plan, forwards[device]),
+            backward_tasks(plan, owned[device]),
+            (device,),
+            pipeline,
+            shared_layers(plan, outline, owned, device, 0, everywhere=False),
+        )
+        for device in range(plan.num_devices)
+    ]
+
+
+def _dealt(plan: Plan) -> tuple[list[tuple[Pack, ...]], list[tuple[Pack, ...]]]:
+    """The forward and the backward packs of each device, both in ascending order."""
+    devices, first = range(plan.num_devices), len(plan.forward_packs)
+    descending = plan.backward_packs[::-1]
+    owned = [descending[(device - first) % plan.num_devices :: plan.num_devices] for device in devices]
+    return [plan.forward_packs[device :: plan.num_devices] for device in devices], [packs[::-1] for packs in owned]
+
+
+def _refuse_kept_elsewhere(plan: Plan, forwards: list[tuple[Pack, ...]], owned: list[tuple[Pack, ...]]) -> None:
+    """What autograd saves cannot travel."""
+    for home, packs in enumerate(owned):
+        for pack in packs:
+            runs = [d for d, others in enumerate(forwards) if any(o.first <= pack.first <= o.last for o in others)]
+            if plan.policy(pack) != "recompute" and runs and runs != [home]:
+                raise ValueError(
+                    f"pack {pack.first}-{pack.last} keeps what autograd saves, but its forward runs on device "
+                    f"{runs[0]} and its backward on device {home}; let it recompute"
+                )
