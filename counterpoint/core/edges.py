@@ -5,7 +5,19 @@ from dataclasses import dataclass
 
 from counterpoint.core.outline import Outline
 from counterpoint.core.program import Program, lane, reads, renames, unroll, writes
-from counterpoint.core.task import AllReduce, Buffer, Clip, Drop, Evict, Load, Receive, Send, Task, Update
+from counterpoint.core.task import (
+    AllReduce,
+    Buffer,
+    Clip,
+    Drop,
+    Evict,
+    Load,
+    Receive,
+    Send,
+    Task,
+    Update,
+    begins_at_home,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,44 +50,42 @@ def unrolled(program: Program, steps: int) -> Run:
 
 
 class _Home:
-    """Who wrote which home copy: a load prefers its own device's writer, else takes another's."""
+    """Who wrote which home copy: a load prefers its own device's writer, else takes another's.
+
+    What the run began with has no writer: weights and states of version 0 and before, and constants.
+    """
 
     def __init__(self) -> None:
         self.own: dict[Buffer, int] = {}
-        self.all: dict[Buffer, int] = {}
+        self.all: defaultdict[Buffer, list[int]] = defaultdict(list)
         self.foreign: list[tuple[int, Buffer]] = []
 
     def read(self, task: int, buffer: Buffer, found: set[int]) -> None:
         if buffer in self.own:
             found.add(self.own[buffer])
-        else:
+        elif not begins_at_home(buffer):
             self.foreign.append((task, buffer))
 
     def write(self, task: int, buffer: Buffer) -> None:
         self.own[buffer] = task
-        self.all[buffer] = task
+        self.all[buffer].append(task)
 
     def connect(self, run: Run) -> None:
         for task, buffer in self.foreign:
-            writer = self.all.get(buffer)
-            if writer is not None:
-                run.predecessors[task].append(writer)
+            writers = [w for w in self.all.get(buffer, ()) if run.devices[w] != run.devices[task]]
+            run.predecessors[task] += writers[-1:]
 
 
 def _add_device(run: Run, program: Program, device: int, steps: int, home: _Home) -> None:
     home.own = {}
     scan = _Scan(program.outline, home)
-    names: dict[Task, str] = {}
     for task in unroll(program, device, steps):
         index = len(run.tasks)
         run.tasks.append(task)
         run.devices.append(device)
         name = lane(task)
-        run.lanes.append(names.setdefault(task, name) if name not in _COMMON else name)
+        run.lanes.append(name)
         run.predecessors.append(scan.add(index, task, name))
-
-
-_COMMON = frozenset(("compute", "host", "load", "evict", "drop", "reduce"))
 
 
 class _Scan:
