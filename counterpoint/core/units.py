@@ -8,7 +8,7 @@ _BYTES = {
     "kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40,
     "k": 2**10, "m": 2**20, "g": 2**30, "t": 2**40,
 }  # fmt: skip
-_NUMBER = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-zA-Z]*)\s*")
+_NUMBER = re.compile(r"\s*([0-9]+(?:\.[0-9]+)?)\s*([a-zA-Z/]*)\s*")
 
 
 def parse_bytes(text: str | int) -> int:
@@ -43,7 +43,7 @@ def format_bytes(size: int) -> str:
         value /= 1024
         if abs(value) < 999.5 or unit == "PiB":
             break
-    return f"{value:.3g} {unit}" if abs(value) >= 100 else f"{value:.{2 if abs(value) < 10 else 1}f} {unit}"
+    return f"{value:.{2 if abs(value) < 10 else 1 if abs(value) < 100 else 0}f} {unit}"
 
 
 def format_ns(time_ns: int) -> str:
