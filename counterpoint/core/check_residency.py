@@ -93,7 +93,7 @@ class _Walk:
             if self.examined.places[index] == (self.device, "body", 0):
                 starts.append(dict(self.resident))
             for buffer, text in self._step(index, run.tasks[index], homes):
-                yield self.examined.failure(index, f"{self.examined.name(index, buffer)} {text}")
+                yield self.examined.failure(index, f"{self.examined.name(index, buffer)} {text}", self._how(buffer))
         if self.planned:
             yield from self._cyclic(starts)
 
@@ -109,7 +109,7 @@ class _Walk:
                 self.home[buffer] = None
             case Drop(buffer):
                 if buffer not in self.resident:
-                    yield buffer, "is not on the device" + self._how(buffer)
+                    yield buffer, "is not on the device"
                 self._remove(index, buffer)
             case Receive(buffer):
                 if buffer in self.resident and buffer.kind not in _SUMS:
@@ -142,12 +142,12 @@ class _Walk:
         if buffer in self.resident:
             return
         if self.planned or buffer in self.away or not self._at_home(buffer, homes):
-            yield buffer, "is not on the device" + self._how(buffer)
+            yield buffer, "is not on the device"
         yield from self._add(index, buffer)
 
     def _need_home(self, buffer: Buffer, homes: dict[Buffer, list[int]]) -> Iterator[tuple[Buffer, str]]:
         if not self._at_home(buffer, homes):
-            yield buffer, "has no home copy: nobody evicted it or updated it there before" + self._how(buffer)
+            yield buffer, "has no home copy: nobody evicted it or updated it there before"
 
     def _at_home(self, buffer: Buffer, homes: dict[Buffer, list[int]]) -> bool:
         initial = buffer.kind == "constant" or (buffer.kind in _PERMANENT and buffer.number <= 0)
@@ -159,7 +159,7 @@ class _Walk:
             return ""
         task = self.examined.run.tasks[self.away[buffer]]
         verb = "dropped" if isinstance(task, Drop) else "overwritten"
-        return f" ({verb} at {self.examined.where(self.away[buffer])})"
+        return f"{verb} at {self.examined.where(self.away[buffer])}"
 
     def _add(self, index: int, buffer: Buffer) -> Iterator[tuple[Buffer, str]]:
         self.resident[buffer] = None

@@ -14,16 +14,19 @@ from counterpoint.core.text import Place, places
 class Failure:
     """A broken rule; `place` is the task that breaks it, None where something is missing from the whole program.
 
-    Numbers are those of the program's own text. `bodies` came before it showed; later repetitions are equal to it.
+    Numbers are those of the program's own text. `bodies` came before it first showed, `because` is how it came
+    about; repetitions in later bodies are equal to it.
     """
 
     text: str
     place: Place | None = None
     bodies: int = field(default=0, compare=False)
+    because: str = field(default="", compare=False)
 
     def __str__(self) -> str:
         late = self.place is not None and self.place[1] == "body" and self.bodies
-        return f"{self.text}, from step {self.bodies} on" if late else self.text
+        because = f" ({self.because})" if self.because else ""
+        return self.text + because + (f", from step {self.bodies} on" if late else "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,8 +40,8 @@ class Examined:
     bodies: list[int]
     settled: Settled
 
-    def failure(self, index: int, text: str) -> Failure:
-        return Failure(f"{self.where(index)}: {text}", self.places[index], self.bodies[index])
+    def failure(self, index: int, text: str, because: str = "") -> Failure:
+        return Failure(f"{self.where(index)}: {text}", self.places[index], self.bodies[index], because)
 
     def where(self, index: int) -> str:
         """The task as the program's own text shows it."""
