@@ -12,11 +12,21 @@ from counterpoint.core.examined import Examined, Failure
 from counterpoint.core.memory import footprints
 from counterpoint.core.notation import dump_buffer
 from counterpoint.core.program import reads, renames, writes
-from counterpoint.core.task import Buffer, Drop, Evict, Load, Receive, Task, Update, shift_buffer, weight
+from counterpoint.core.task import (
+    Buffer,
+    Drop,
+    Evict,
+    Load,
+    Receive,
+    Task,
+    Update,
+    begins_at_home,
+    shift_buffer,
+    weight,
+)
 from counterpoint.core.units import format_bytes
 
 _SUMS = frozenset(("grad", "activation_grad", "norm"))
-_PERMANENT = frozenset(("weight", "state"))
 
 
 def residency_failures(examined: Examined) -> Iterator[Failure]:
@@ -150,9 +160,8 @@ class _Walk:
             yield buffer, "has no home copy: nobody evicted it or updated it there before"
 
     def _at_home(self, buffer: Buffer, homes: dict[Buffer, list[int]]) -> bool:
-        initial = buffer.kind == "constant" or (buffer.kind in _PERMANENT and buffer.number <= 0)
         foreign = any(device != self.device for device in homes.get(buffer, ()))
-        return initial or foreign or buffer in self.home
+        return begins_at_home(buffer) or foreign or buffer in self.home
 
     def _how(self, buffer: Buffer) -> str:
         if buffer not in self.away:
