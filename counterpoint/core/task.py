@@ -182,6 +182,14 @@ class AllReduce:
 Task: TypeAlias = Forward | Backward | Norm | Clip | Update | Load | Evict | Drop | Send | Receive | AllReduce
 
 
+def begins_at_home(buffer: Buffer) -> bool:
+    """Whether home has it before the first step: constants, and the weights and states of the start.
+
+    Version -1 is by convention the start's too: a schedule that runs one version behind begins with it.
+    """
+    return buffer.kind == "constant" or (buffer.kind in ("weight", "state") and buffer.number <= 0)
+
+
 def shift_buffer(buffer: Buffer, steps: int, num_microbatches: int) -> Buffer:
     kind, owner, number = buffer
     if kind == "constant":

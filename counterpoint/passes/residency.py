@@ -1,0 +1,219 @@
+"""Program -> Program: what is in device memory when, for any schedule, within a budget per device."""
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+from counterpoint.core.costs import Costs
+from counterpoint.core.errors import BudgetError
+from counterpoint.core.homes import Homes
+from counterpoint.core.program import DeviceProgram, Program, renames, unroll
+from counterpoint.core.task import Buffer, Task, shift, shift_buffer
+from counterpoint.core.units import format_bytes
+from counterpoint.passes.emit import Emitter, Placed
+from counterpoint.passes.gaps import body_of
+from counterpoint.passes.keep import Body, choose, occupied, traffic
+from counterpoint.passes.lives import Life, canonical, collect, device_reads, device_writes, mark_shared
+from counterpoint.passes.walk import Walk
+
+POLICIES = ("planned", "lru")
+SMALL = 2000  # bodies up to so many tasks get the full ladder
+
+
+def place(
+    program: Program,
+    costs: Costs,
+    budgets: Sequence[int],
+    homes: Homes,
+    policy: str = "planned",
+    pinned: frozenset[int] = frozenset(),
+    ahead: int = 1,
+    rungs: int | None = None,
+    writes_clean: bool = False,
+) -> Program:
+    """Insert loads, evicts and drops so that every device keeps to its budget.
+
+    `planned` looks ahead over the cyclic body and keeps what fits across steps; `lru` loads on demand and evicts the
+    least recently used, the virtualized-memory baseline (`writes_clean`: also when it is clean). `pinned` layers keep
+    their saved tensors on the device. `ahead` computations are what a load may overlap with at least; 0 gives the
+    least traffic. Raises BudgetError with the smallest budget that would do.
+    """
+    if policy not in POLICIES:
+        raise ValueError(f"unknown residency policy {policy!r}; known are {', '.join(POLICIES)}")
+    if len(budgets) != len(program.devices):
+        raise ValueError(f"{len(program.devices)} devices need as many budgets, not {len(budgets)}")
+    lives = [collect(program, device, costs) for device in range(len(program.devices))]
+    mark_shared(program, lives)
+    refuse_small_budgets(program, costs, budgets)
+    placers = [
+        _DevicePlacer(program, device, costs, budgets[device], homes, lives[device]) for device in range(len(lives))
+    ]
+    parts = []
+    for placer in placers:
+        if policy == "planned":
+            parts.append(placer.planned(pinned, ahead, rungs))
+        else:
+            parts.append(placer.on_demand(writes_clean))
+    return Program(program.outline, program.num_microbatches, tuple(parts), program.epilogue_steps, tuple(budgets))
+
+
+def smallest_budgets(program: Program, costs: Costs) -> tuple[int, ...]:
+    """The least memory of each device with which any placement exists: the needs of its most demanding task."""
+    found = []
+    for part in program.devices:
+        needs = (_need(task, program, costs) for task in (*part.prologue, *part.body, *part.epilogue))
+        found.append(max(needs, default=0))
+    return tuple(found)
+
+
+def refuse_small_budgets(program: Program, costs: Costs, budgets: Sequence[int]) -> None:
+    short = [
+        f"no plan fits device {device} (need {format_bytes(need)}, budget {format_bytes(budget)}); "
+        f"smallest budget that fits: {need} bytes ({format_bytes(need)})"
+        for device, (need, budget) in enumerate(zip(smallest_budgets(program, costs), budgets, strict=True))
+        if need > budget
+    ]
+    if short:
+        raise BudgetError("\n".join(short))
+
+
+def _need(task: Task, program: Program, costs: Costs) -> int:
+    touched = dict.fromkeys((*device_reads(task, program.outline), *device_writes(task, program.outline)))
+    for _, new in renames(task, program.outline):
+        touched.pop(new, None)
+    return sum(costs.buffer_bytes(buffer) for buffer in touched) + costs.workspace_bytes(task)
+
+
+class _DevicePlacer:
+    """Places one device's list."""
+
+    def __init__(
+        self, program: Program, device: int, costs: Costs, budget: int, homes: Homes, lives: dict[Buffer, Life]
+    ) -> None:
+        self.program, self.device, self.costs, self.budget = program, device, costs, budget
+        self.homes, self.lives = homes, lives
+        self.part = program.devices[device]
+        self.m = program.num_microbatches
+
+    def planned(self, pinned: frozenset[int], ahead: int, rungs: int | None) -> DeviceProgram:
+        placed = self._planned_body(pinned, ahead, rungs)
+        return self._with_ends(placed, look_ahead=True)
+
+    def _planned_body(self, pinned: frozenset[int], ahead: int, rungs: int | None) -> Placed:
+        if not self.part.body:
+            return Placed((), {})
+        body = body_of(self.program, self.device, self.costs, self.lives, pinned, ahead)
+        _climb(body, self.budget, rungs)
+        if max(occupied(body)) > self.budget:
+            raise BudgetError(
+                f"pinned activations do not fit device {self.device} (need {format_bytes(max(occupied(body)))}, "
+                f"budget {format_bytes(self.budget)}); let them be evicted or recomputed"
+            )
+        workspace = [self.costs.workspace_bytes(task) for task in self.part.body]
+        return Emitter(self.program, self.device, workspace, self.lives, body).place(self.budget, self.homes)
+
+    def on_demand(self, writes_clean: bool) -> DeviceProgram:
+        """Walk body after body until what is resident at its end repeats; force it if it never does."""
+        steps = 6
+        tasks = list(unroll(self.program, self.device, steps + self.program.epilogue_steps))
+        walk = self._walk(tasks, steps + self.program.epilogue_steps, False, writes_clean)
+        position = len(self.part.prologue)
+        for index in range(position):
+            walk.run(index, tasks[index])
+        before = self._state(walk, 0)
+        for step in range(steps):
+            mark = len(walk.out)
+            for index in range(position, position + len(self.part.body)):
+                walk.run(index, tasks[index])
+            position += len(self.part.body)
+            if step == steps - 1:
+                walk.settle({self._shifted(b, 1 + step): not dirty for b, dirty in before.items()})
+            after = self._state(walk, step + 1)
+            if list(after.items()) == list(before.items()) or step == steps - 1:
+                break
+            before = after
+        body = tuple(shift(task, -step, self.m) for task in walk.out[mark:])
+        placed = Placed(body, {buffer: not dirty for buffer, dirty in before.items()})
+        return self._with_ends(placed, look_ahead=False, writes_clean=writes_clean)
+
+    def _state(self, walk: Walk, step: int) -> dict[Buffer, bool]:
+        return {self._shifted(buffer, -step): dirty for buffer, dirty in walk.resident.items()}
+
+    def _shifted(self, buffer: Buffer, steps: int) -> Buffer:
+        return shift_buffer(buffer, steps, self.m)
+
+    def _walk(self, tasks: list[Task], num_steps: int, look_ahead: bool, writes_clean: bool) -> Walk:
+        """A walk that knows from `tasks` when buffers are used last; the last weights are never forgotten."""
+        uses: defaultdict[Buffer, list[int]] = defaultdict(list)
+        for index, task in enumerate(tasks):
+            for buffer in (*device_reads(task, self.program.outline), *device_writes(task, self.program.outline)):
+                uses[buffer].append(index)
+        last_use = {
+            buffer: len(tasks) if _persists(buffer, num_steps) else indices[-1] for buffer, indices in uses.items()
+        }
+        for indices in uses.values():
+            indices.reverse()
+        return Walk(
+            self.program.outline,
+            self.costs,
+            self.budget,
+            tier_of=lambda buffer: self.homes.of(self.device, buffer),
+            is_shared=self._is_shared,
+            last_use=last_use,
+            next_uses=uses if look_ahead else None,
+            writes_clean=writes_clean,
+        )
+
+    def _is_shared(self, buffer: Buffer) -> bool:
+        life = self.lives.get(canonical(buffer, self.m)[0])
+        return life is not None and life.shared
+
+    def _with_ends(self, placed: Placed, look_ahead: bool, writes_clean: bool = False) -> DeviceProgram:
+        """The prologue ends with what the body begins with; the epilogue begins so and leaves everything at home."""
+        last = self.program.epilogue_steps
+        walk = self._walk(list(unroll(self.program, self.device, last + 2)), last + 2, look_ahead, writes_clean)
+        for index, task in enumerate(self.part.prologue):
+            walk.run(index, task)
+        walk.settle(placed.start)
+        prologue = tuple(walk.out)
+        walk = self._walk(list(self.part.epilogue), last, look_ahead, writes_clean)
+        walk.enter((buffer, not at_home) for buffer, at_home in placed.start.items())
+        for index, task in enumerate(self.part.epilogue):
+            walk.run(index, task)
+        walk.finish(lambda buffer: _persists(buffer, last))
+        return DeviceProgram(prologue, placed.tasks, tuple(walk.out))
+
+
+def _persists(buffer: Buffer, num_steps: int) -> bool:
+    """Whether a buffer outlives a run of so many steps: constants, states and the two newest weight versions."""
+    return buffer.kind == "constant" or (buffer.kind in ("weight", "state") and buffer.number >= num_steps - 1)
+
+
+def _climb(body: Body, budget: int, rungs: int | None) -> None:
+    """Choose for the budget, or for a lower rung of a ladder that does not depend on it if that moves fewer bytes.
+
+    A greedy choice can do worse with more memory. The best over rungs below the budget cannot, so traffic falls
+    monotonically as the budget grows.
+    """
+    if rungs is None:
+        rungs = 32 if body.num_positions <= SMALL else 1
+    choose(body, 1 << 62)
+    low, high = max(body.needs), max(occupied(body))
+    if budget >= high:
+        return
+    if rungs == 1:
+        choose(body, budget)
+        return
+    best: tuple[int, list[tuple[bool, bool]]] | None = None
+    for rung in range(rungs, -1, -1):
+        level = low + (high - low) * rung // rungs
+        if level > budget:
+            continue
+        choose(body, level)
+        bytes_moved = traffic(body)
+        if best is None or bytes_moved < best[0]:
+            best = bytes_moved, [(gap.kept, gap.tight) for gap in body.gaps]
+    if best is None:
+        choose(body, budget)
+        return
+    for gap, (kept, tight) in zip(body.gaps, best[1], strict=True):
+        gap.kept, gap.tight = kept, tight
