@@ -4,9 +4,9 @@ It says nothing of sizes or times (that is the profile) and nothing of order (th
 not values: they come with the data and are on every device that wants them.
 """
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,15 +51,29 @@ class Outline:
 
     def inputs(self, first: int, last: int) -> tuple[int, ...]:
         """Values that layers `first` to `last` consume and that come from before."""
-        return _inputs(self, first, last)
+        return self._remembered("inputs", first, last, _inputs)
 
     def outputs(self, first: int, last: int) -> tuple[int, ...]:
         """Values that layers `first` to `last` produce and that someone after them consumes."""
-        return _outputs(self, first, last)
+        return self._remembered("outputs", first, last, _outputs)
 
     def weights(self, first: int, last: int) -> tuple[int, ...]:
         """Layers whose trainable weights layers `first` to `last` use, their own and tied ones."""
-        return _weights(self, first, last)
+        return self._remembered("weights", first, last, _weights)
+
+    @cached_property
+    def _memory(self) -> dict[tuple[str, int, int], tuple[int, ...]]:
+        """Answers of this very outline: a shared cache would compare equal outlines layer by layer at every call."""
+        return {}
+
+    def _remembered(
+        self, name: str, first: int, last: int, find: Callable[["Outline", int, int], tuple[int, ...]]
+    ) -> tuple[int, ...]:
+        key = (name, first, last)
+        found = self._memory.get(key)
+        if found is None:
+            found = self._memory[key] = find(self, first, last)
+        return found
 
 
 def chain_outline(num_layers: int) -> Outline:
@@ -68,7 +82,6 @@ def chain_outline(num_layers: int) -> Outline:
     return Outline((LayerOutline(),) * num_layers, values)
 
 
-@lru_cache(maxsize=1 << 16)
 def _inputs(outline: Outline, first: int, last: int) -> tuple[int, ...]:
     return tuple(
         index
@@ -77,7 +90,6 @@ def _inputs(outline: Outline, first: int, last: int) -> tuple[int, ...]:
     )
 
 
-@lru_cache(maxsize=1 << 16)
 def _outputs(outline: Outline, first: int, last: int) -> tuple[int, ...]:
     return tuple(
         index
@@ -86,7 +98,6 @@ def _outputs(outline: Outline, first: int, last: int) -> tuple[int, ...]:
     )
 
 
-@lru_cache(maxsize=1 << 16)
 def _weights(outline: Outline, first: int, last: int) -> tuple[int, ...]:
     layers = range(first, last + 1)
     own = [layer for layer in layers if outline.layers[layer].has_weights]
