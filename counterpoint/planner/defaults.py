@@ -19,8 +19,8 @@ PIPELINES = ("model_parallel", "gpipe", "flush", "2bw")
 REPLICATED = ("plain", "harmony")
 """Schedules that give each device the whole chain and a share of the minibatch."""
 
-SHARE_OF_A_TASK = 3
-"""A task may need one part in so many of a device's budget: what comes next and what leaves need room as well."""
+TASK_PERCENT = 40
+"""What a task may need of its device's budget: what comes next and what leaves need room as well."""
 PACKS_PER_DEVICE = 4
 SIZES = (16, 8, 4, 2, 1)
 
@@ -80,7 +80,7 @@ def _microbatch_size(profile: Profile, machine: Machine, wishes: Wishes, replica
 
 
 def _limit(machine: Machine) -> int:
-    return min(device.capacity_bytes for device in machine.devices) // SHARE_OF_A_TASK
+    return min(device.capacity_bytes for device in machine.devices) * TASK_PERCENT // 100
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ class _Draft:
 
     def plan(self) -> Plan:
         stages = self.stages()
-        policy = self.wishes.activations or ("keep" if self.keeping_fits(stages) else "recompute")
+        policy = self.wishes.activations or self.policy(stages)
         backward = self.packs(stages, policy)
         fused = self.wishes.schedule.startswith("harmony") and policy == "recompute"
         return Plan(
@@ -106,7 +106,7 @@ class _Draft:
             backward_packs=backward,
             forward_packs=self.forward_packs(backward) if fused else backward,
             activations=(policy,) * len(backward),
-            num_devices=len(self.machine.devices),
+            num_devices=self.num_positions * self.replicas,
             num_replicas=self.replicas,
             stages=stages,
             host_update=self.wishes.host_update,
@@ -131,7 +131,12 @@ class _Draft:
 
     @property
     def num_positions(self) -> int:
-        return len(self.machine.devices) // self.replicas
+        return 1 if self.wishes.schedule in REPLICATED else len(self.machine.devices) // self.replicas
+
+    def policy(self, stages: tuple[Pack, ...]) -> str:
+        """The wrap-around pipeline runs forward and backward of a pack on different devices, so it recomputes."""
+        wraps = self.wishes.schedule == "harmony_pp" and self.num_positions > 1
+        return "keep" if not wraps and self.keeping_fits(stages) else "recompute"
 
     def stages(self) -> tuple[Pack, ...]:
         return balanced(self.times_ns, self.num_positions) if self.wishes.schedule in PIPELINES else ()

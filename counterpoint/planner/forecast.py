@@ -1,0 +1,130 @@
+"""Profile x Machine x Plan -> Forecast: will it fit, how fast will it run, what will it wait for."""
+
+from dataclasses import dataclass
+
+from counterpoint.core.costs import Costs
+from counterpoint.core.homes import fill_homes
+from counterpoint.core.machine import Machine
+from counterpoint.core.plan import Plan
+from counterpoint.core.profile import Profile
+from counterpoint.core.program import Program, lane
+from counterpoint.core.task import Backward, Forward
+from counterpoint.core.timeline import Timeline
+from counterpoint.passes.residency import place
+from counterpoint.schedules import write_program
+from counterpoint.simulator import simulate
+
+
+@dataclass(frozen=True, slots=True)
+class TierUse:
+    """The most a tier holds, and what it may hold."""
+
+    name: str
+    peak_bytes: int
+    capacity_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class Forecast:
+    """One step in the steady state. Shares are in thousandths of all devices' time.
+
+    `useful_permille` is spent on forwards and backwards, `repeated_permille` on recomputing, `updating_permille` on the
+    optimizer, and the rest is idle, by cause. `link_bytes` are per step.
+    """
+
+    model: str
+    machine: str
+    num_devices: int
+    training_bytes: int
+    device_bytes: int
+    plan: Plan
+    num_tasks: int
+    step_ns: int
+    tokens_per_sample: int
+    useful_permille: int
+    repeated_permille: int
+    updating_permille: int
+    idle_permille: tuple[tuple[str, int], ...]
+    link_bytes: tuple[tuple[str, int], ...]
+    tiers: tuple[TierUse, ...]
+
+    @property
+    def samples_per_s(self) -> float:
+        return self.plan.minibatch_size * 1e9 / self.step_ns
+
+    @property
+    def tokens_per_s(self) -> float:
+        return self.samples_per_s * self.tokens_per_sample
+
+    @property
+    def exceeded(self) -> tuple[TierUse, ...]:
+        """Tiers that would hold more than they can: possible only without a residency pass."""
+        return tuple(tier for tier in self.tiers if tier.peak_bytes > tier.capacity_bytes)
+
+
+def placed_program(profile: Profile, machine: Machine, plan: Plan, costs: Costs) -> Program:
+    """The schedule's program, within the devices' capacities if the plan has a residency policy."""
+    program = write_program(plan, profile.outline())
+    if plan.residency == "none":
+        return program
+    budgets = tuple(device.capacity_bytes for device in machine.devices[: plan.num_devices])
+    homes = fill_homes(machine, profile, plan.num_devices)
+    return place(program, costs, budgets, homes, policy=plan.residency)
+
+
+def run(profile: Profile, machine: Machine, plan: Plan, steps: int = 4) -> tuple[Program, Timeline]:
+    costs = Costs(profile, plan)
+    program = placed_program(profile, machine, plan, costs)
+    return program, simulate(program, costs, machine, steps)
+
+
+def forecast(profile: Profile, machine: Machine, plan: Plan, program: Program, timeline: Timeline) -> Forecast:
+    step_ns = max(timeline.step_ns, 1)
+    all_ns = step_ns * plan.num_devices
+    useful, repeated, updating = _busy_ns(machine, plan, Costs(profile, plan), program)
+    peaks = timeline.peak_bytes()
+    devices = [TierUse(f"device {i}", 0, machine.devices[i].capacity_bytes) for i in range(plan.num_devices)]
+    known = devices + [TierUse(tier.name, 0, tier.capacity_bytes) for tier in machine.tiers]
+    return Forecast(
+        model=profile.name,
+        machine=machine.name,
+        num_devices=plan.num_devices,
+        training_bytes=profile.weight_bytes + profile.grad_bytes + profile.state_bytes,
+        device_bytes=sum(tier.capacity_bytes for tier in devices),
+        plan=plan,
+        num_tasks=program.num_tasks,
+        step_ns=step_ns,
+        tokens_per_sample=profile.tokens_per_sample,
+        useful_permille=useful * 1000 // all_ns,
+        repeated_permille=repeated * 1000 // all_ns,
+        updating_permille=updating * 1000 // all_ns,
+        idle_permille=tuple((cause, time * 1000 // all_ns) for cause, time in timeline.steady_idle_ns().items()),
+        link_bytes=tuple((name, size) for name, size in timeline.steady_link_bytes if size),
+        tiers=tuple(TierUse(tier.name, peaks.get(tier.name, 0), tier.capacity_bytes) for tier in known),
+    )
+
+
+def _busy_ns(machine: Machine, plan: Plan, costs: Costs, program: Program) -> tuple[int, int, int]:
+    """Time of a step, summed over the devices, for useful computation, recomputation and the optimizer on devices."""
+    useful = repeated = updating = 0
+    for part, device in zip(program.devices, machine.devices, strict=False):
+        for task in part.body:
+            if lane(task) != "compute":
+                continue
+            time = costs.duration_ns(task, device.speed_percent)
+            match task:
+                case Backward(first, last, microbatch, version, _, True, count) if not _is_fused(plan, last):
+                    again = costs.duration_ns(
+                        Forward(first, last, microbatch, version, count=count), device.speed_percent
+                    )
+                    repeated += again
+                    useful += time - again
+                case Forward() | Backward():
+                    useful += time
+                case _:
+                    updating += time
+    return useful, repeated, updating
+
+
+def _is_fused(plan: Plan, last: int) -> bool:
+    return plan.fused and last == plan.backward_packs[-1].last

@@ -1,0 +1,128 @@
+"""A Forecast into the lines that a person reads before the first step."""
+
+from collections.abc import Iterator
+
+from counterpoint.core.plan import Pack
+from counterpoint.core.units import format_bytes, format_ns
+from counterpoint.planner.forecast import Forecast, TierUse
+
+CAUSE_TEXTS = {
+    "load": "waiting for loads",
+    "evict": "waiting for evicts",
+    "peer": "waiting for peers",
+    "optimizer": "waiting for the optimizer",
+    "start": "pipeline fill and drain",
+}
+_BAR = 30
+_SHOWN_LINKS = 8
+_SHOWN_TIERS = 12
+
+
+def describe(forecast: Forecast) -> str:
+    """Plain text, at most 100 columns."""
+    sections = (
+        _rows(_model(forecast)), _rows(_speed(forecast)), _rows(_time(forecast)),
+        _rows(_links(forecast)), _rows(_tiers(forecast)),
+    )  # fmt: skip
+    return "\n\n".join(section for section in sections if section)
+
+
+def _rows(rows: Iterator[tuple[str, str]]) -> str:
+    return "\n".join(f"{name:<26}{text}".rstrip() for name, text in rows)
+
+
+def _model(forecast: Forecast) -> Iterator[tuple[str, str]]:
+    plan = forecast.plan
+    state, memory = forecast.training_bytes, forecast.device_bytes
+    yield "model", f"{forecast.model}, {plan.num_layers} layers"
+    yield "machine", forecast.machine
+    yield (
+        "training state",
+        f"{format_bytes(state)} of weights, gradients and optimizer state; "
+        f"devices have {format_bytes(memory)} ({state / memory:.1f} x)",
+    )
+    yield "plan", _batch(forecast)
+    yield "", _cut(forecast)
+
+
+def _batch(forecast: Forecast) -> str:
+    plan = forecast.plan
+    replicas = f" on each of {plan.num_replicas} replicas" if plan.num_replicas > 1 else ""
+    group = f" in groups of {plan.forward_group} and {plan.backward_group}" if plan.forward_group > 1 else ""
+    return (
+        f"{plan.schedule}, minibatch {plan.minibatch_size} = "
+        f"{plan.num_microbatches} microbatches of {plan.microbatch_size}{group}{replicas}"
+    )
+
+
+def _cut(forecast: Forecast) -> str:
+    plan = forecast.plan
+    parts = [f"{len(plan.stages)} stages"] if plan.stages else []
+    parts.append(f"{len(plan.backward_packs)} packs of {_sizes(plan.backward_packs)} layers")
+    if plan.fused:
+        parts.append("last fused")
+    parts.append("activations " + "/".join(dict.fromkeys(plan.activations)))
+    parts.append(f"optimizer on the {'host' if plan.host_update else 'device'}{' with clipping' * plan.clipping}")
+    parts.append({"planned": "planned residency", "lru": "lru on demand", "none": "no swapping"}[plan.residency])
+    return ", ".join(parts)
+
+
+def _sizes(packs: tuple[Pack, ...]) -> str:
+    sizes = sorted(pack.last - pack.first + 1 for pack in packs)
+    return str(sizes[0]) if sizes[0] == sizes[-1] else f"{sizes[0]} to {sizes[-1]}"
+
+
+def _speed(forecast: Forecast) -> Iterator[tuple[str, str]]:
+    yield "step time", format_ns(forecast.step_ns)
+    yield (
+        "throughput",
+        f"{forecast.samples_per_s:.3g} samples/s" + _tokens(forecast),
+    )
+
+
+def _tokens(forecast: Forecast) -> str:
+    return f", {forecast.tokens_per_s:,.0f} tokens/s" if forecast.tokens_per_sample > 1 else ""
+
+
+def _time(forecast: Forecast) -> Iterator[tuple[str, str]]:
+    yield "share of time", "(all devices, in the steady state)"
+    yield _share("computing", forecast.useful_permille)
+    yield _share("recomputing", forecast.repeated_permille)
+    yield _share("optimizer", forecast.updating_permille)
+    for cause, permille in sorted(forecast.idle_permille, key=lambda item: -item[1]):
+        yield _share(CAUSE_TEXTS.get(cause, cause), permille)
+
+
+def _share(name: str, permille: int) -> tuple[str, str]:
+    return f"  {name}", f"{permille / 10:5.1f} %  {'#' * (permille * _BAR // 1000)}"
+
+
+def _links(forecast: Forecast) -> Iterator[tuple[str, str]]:
+    links = sorted(forecast.link_bytes, key=lambda link: -link[1])
+    if not links:
+        yield "bytes per step", "none over any link"
+        return
+    yield "bytes per step", f"({format_bytes(sum(size for _, size in links))} over all links)"
+    for name, size in links[:_SHOWN_LINKS]:
+        yield f"  {name}", f"{format_bytes(size):>9}   {format_bytes(size * 10**9 // forecast.step_ns)}/s on average"
+    if len(links) > _SHOWN_LINKS:
+        rest = links[_SHOWN_LINKS:]
+        yield f"  {len(rest)} more links", f"{format_bytes(sum(size for _, size in rest)):>9}"
+
+
+def _tiers(forecast: Forecast) -> Iterator[tuple[str, str]]:
+    used = [tier for tier in forecast.tiers if tier.peak_bytes]
+    yield "peak memory", ""
+    for tier in used[:_SHOWN_TIERS]:
+        yield _tier(tier)
+    rest = used[_SHOWN_TIERS:]
+    if rest:
+        fullest = max(rest, key=lambda tier: tier.peak_bytes / tier.capacity_bytes)
+        yield f"  {len(rest)} more tiers", f"at most {format_bytes(fullest.peak_bytes)} of {fullest.name}"
+
+
+def _tier(tier: TierUse) -> tuple[str, str]:
+    filled = min(_BAR, tier.peak_bytes * _BAR // max(tier.capacity_bytes, 1))
+    over = "  does not fit" if tier.peak_bytes > tier.capacity_bytes else ""
+    text = f"{format_bytes(tier.peak_bytes):>9} of {format_bytes(tier.capacity_bytes):<9} {'#' * filled}{over}"
+    return f"  {tier.name}", text
