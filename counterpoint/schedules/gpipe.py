@@ -1,4 +1,15 @@
-"""Plan -> Program: GPipe, all forwards of a step, then all backwards, then a flush (NeurIPS 2019)."""
+"""Plan -> Program: GPipe, all forwards of a step, then all backwards, then a flush (NeurIPS 2019).
+
+>>> from counterpoint.core import outline, plan, text
+>>> from counterpoint.schedules import write_program
+>>> stages = plan.equal_packs(4, 1)
+>>> chosen = plan.Plan("gpipe", 4, 1, stages, stages, ("recompute",) * 4, num_devices=4, stages=stages)
+>>> print(text.grid(write_program(chosen, outline.chain_outline(4))))
+0 | F0  F1  F2  F3                          B0  B1  B2  B3*
+1 |     F0  F1  F2  F3                  B0  B1  B2  B3*
+2 |         F0  F1  F2  F3          B0  B1  B2  B3*
+3 |             F0  F1  F2  F3  B0  B1  B2  B3*
+"""
 
 from counterpoint.core.outline import Outline
 from counterpoint.core.plan import Plan

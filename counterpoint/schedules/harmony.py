@@ -1,6 +1,13 @@
 """Plan -> Program: Harmony on one device, or Harmony-DP with one replica per device (PVLDB 2022, section 4).
 
 A pack runs all microbatches before the device moves on, so its weights come in once; its update follows its backward.
+
+>>> from counterpoint.core import outline, plan, text
+>>> from counterpoint.schedules import write_program
+>>> packs = plan.equal_packs(4, 1)
+>>> chosen = plan.Plan("harmony", 2, 1, packs, packs[:-1], ("recompute",) * 4)
+>>> print(text.grid(write_program(chosen, outline.chain_outline(4))))
+0 | 0F0  0F1  1F0  1F1  2F0  2F1  3B0  3B1* 2B0  2B1* 1B0  1B1* 0B0  0B1*
 """
 
 from counterpoint.core.outline import Outline

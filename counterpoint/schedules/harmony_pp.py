@@ -2,6 +2,15 @@
 
 Forward packs in ascending, then backward packs in descending order go round-robin over the devices; each runs all its
 microbatches. The fill is one pack, not one stage.
+
+>>> from counterpoint.core import outline, plan, text
+>>> from counterpoint.schedules import write_program
+>>> packs = plan.equal_packs(6, 1)
+>>> chosen = plan.Plan("harmony_pp", 3, 1, packs, packs[:-1], ("recompute",) * 6, num_devices=3)
+>>> print(text.grid(write_program(chosen, outline.chain_outline(6))))
+0 | 0F0  0F1  0F2  3F0  3F1  3F2  4B0  4B1  4B2* 1B0  1B1  1B2*
+1 |      1F0  1F1  1F2  4F0  4F1  4F2  3B0  3B1  3B2* 0B0  0B1  0B2*
+2 |           2F0  2F1  2F2  5B0  5B1  5B2* 2B0  2B1  2B2*
 """
 
 from counterpoint.core.outline import Outline

@@ -1,4 +1,14 @@
-"""Plan -> Program: inter-layer model parallelism, one microbatch at a time through all stages and back."""
+"""Plan -> Program: inter-layer model parallelism, one microbatch at a time through all stages and back.
+
+>>> from counterpoint.core import outline, plan, text
+>>> from counterpoint.schedules import write_program
+>>> stages = plan.equal_packs(3, 1)
+>>> chosen = plan.Plan("model_parallel", 2, 1, stages, stages, ("keep",) * 3, num_devices=3, stages=stages)
+>>> print(text.grid(write_program(chosen, outline.chain_outline(3))))
+0 | F0                  B0  F1                  B1*
+1 |     F0          B0          F1          B1*
+2 |         F0  B0                  F1  B1*
+"""
 
 from counterpoint.core.outline import Outline
 from counterpoint.core.plan import Plan

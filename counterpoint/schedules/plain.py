@@ -1,6 +1,13 @@
 """Plan -> Program: a plain training loop, one microbatch after the other; with replicas, plain data parallelism.
 
 Updates come when all gradients are there, as `optimizer.step()` does: the baseline that the others are held against.
+
+>>> from counterpoint.core import outline, plan, text
+>>> from counterpoint.schedules import write_program
+>>> packs = plan.equal_packs(2, 1)
+>>> chosen = plan.Plan("plain", 3, 1, packs, packs, ("keep",) * 2)
+>>> print(text.grid(write_program(chosen, outline.chain_outline(2))))
+0 | 0F0  1F0  1B0  0B0  0F1  1F1  1B1  0B1  0F2  1F2  1B2  0B2*
 """
 
 from counterpoint.core.outline import Outline

@@ -6,6 +6,16 @@ runs q = d - 1 - s forwards ahead, then pairs: the forward of microbatch k + q a
 W(t+1) is first needed by minibatch t + 2, that is m - q pairs after a stage has finished minibatch t. Whatever an
 update waits for (clipping, replicas, tied layers on other stages) fits into that slack: the body then begins m - q
 pairs into a minibatch, and the update of t stands at its end, after m - q pairs of t + 1.
+
+>>> from counterpoint.core import outline, plan, text
+>>> from counterpoint.schedules import write_program
+>>> stages = plan.equal_packs(4, 1)
+>>> chosen = plan.Plan("2bw", 4, 1, stages, stages, ("recompute",) * 4, num_devices=4, stages=stages)
+>>> print(text.grid(write_program(chosen, outline.chain_outline(4)), steps=2))
+0 | F0  F1  F2  F3              B0  F4  B1  F5  B2  F6  B3* F7  B4      B5      B6      B7*
+1 |     F0  F1  F2          B0  F3  B1  F4  B2  F5  B3* F6  B4  F7  B5      B6      B7*
+2 |         F0  F1      B0  F2  B1  F3  B2  F4  B3* F5  B4  F6  B5  F7  B6      B7*
+3 |             F0  B0  F1  B1  F2  B2  F3  B3* F4  B4  F5  B5  F6  B6  F7  B7*
 """
 
 from counterpoint.core.outline import Outline
