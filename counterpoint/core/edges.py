@@ -148,8 +148,9 @@ class _Scan:
                 found.add(self.last[name])
 
     def _update_home(self, index: int, task: Task, found: set[int]) -> None:
+        """Gradients that nobody evicted yet (the residency pass will) are awaited on the device."""
         for buffer in reads(task, self.outline):
-            if buffer.kind == "clip":
+            if buffer.kind == "clip" or (buffer.kind == "grad" and buffer not in self.home.own):
                 self._read(index, buffer, found)
             else:
                 self.home.read(index, buffer, found)

@@ -59,3 +59,10 @@ def test_settled_order_respects_every_edge() -> None:
     position = {task: place for place, task in enumerate(settled.order)}
     assert sorted(settled.order) == list(range(len(run.tasks)))
     assert all(position[p] < position[task] for task, before in enumerate(run.predecessors) for p in before)
+
+
+def test_an_update_on_the_host_waits_for_gradients_that_nobody_evicts() -> None:
+    text = "layers 1\nmicrobatches 1\ndevice 0\nbody\n  B0.m0@0/0 recompute\n  U0@0 host\n"
+    assert waits(text)["U0@0 host"] == ["B0.m0@0/0 recompute"]
+    planned = text.replace("  U0", "  E g0@0 disk\n  U0")
+    assert waits(planned)["U0@0 host"] == ["E g0@0 disk"]
