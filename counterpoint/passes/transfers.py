@@ -27,16 +27,61 @@ Section = Sequence[tuple[Task, ...]]
 
 
 def transfers(program: Program) -> Program:
-    if len(program.devices) == 1:
+    if _independent(program):
         return program
     sections = [
         [device.prologue for device in program.devices],
         [device.body for device in program.devices],
         [device.epilogue for device in program.devices],
     ]
-    routes = _routes(program, sections)
-    moved = [_move(section, program, routes) for section in sections]
+    flow = _Flow(program.outline)
+    routes = _routes(program, sections, flow)
+    moved = [_move(section, program, routes, flow) for section in sections]
     return replace(program, devices=tuple(DeviceProgram(*parts) for parts in zip(*moved, strict=True)))
+
+
+def _independent(program: Program) -> bool:
+    """Whether no two devices run the same microbatch, as with data parallelism alone."""
+    owners: dict[int, int] = {}
+    for device, part in enumerate(program.devices):
+        for task in (*part.prologue, *part.body, *part.epilogue):
+            if isinstance(task, (Forward, Backward)):
+                first = task.microbatch % program.num_microbatches
+                if any(owners.setdefault(k, device) != device for k in range(first, first + task.count)):
+                    return False
+    return True
+
+
+class _Flow:
+    """What computations need and make, remembered per pack: it differs between microbatches by the number only."""
+
+    def __init__(self, outline: Outline) -> None:
+        self.outline = outline
+        self.known: dict[tuple[int, int, bool | tuple[int, ...]], tuple[list[Buffer], list[Buffer]]] = {}
+
+    def needs(self, task: Task) -> Iterator[Buffer]:
+        """Values that the task reads, and sums of gradients that it reads or adds to."""
+        return self._numbered(task, 0)
+
+    def makes(self, task: Task) -> Iterator[Buffer]:
+        return self._numbered(task, 1)
+
+    def _numbered(self, task: Task, side: int) -> Iterator[Buffer]:
+        if not isinstance(task, (Forward, Backward)):
+            return
+        key = (task.first, task.last, task.stashes if isinstance(task, Forward) else task.recompute)
+        if key not in self.known:
+            self.known[key] = _needed_and_made(replace(task, count=1), self.outline)
+        for kind, owner, _ in self.known[key][side]:
+            for microbatch in range(task.microbatch, task.microbatch + task.count):
+                yield Buffer(kind, owner, microbatch)
+
+
+def _needed_and_made(task: Forward | Backward, outline: Outline) -> tuple[list[Buffer], list[Buffer]]:
+    kinds = ("activation", "activation_grad")
+    needed = [buffer for buffer in reads(task, outline) if buffer.kind in kinds]
+    made = [buffer for buffer in writes(task, outline) if buffer.kind in kinds]
+    return needed + [buffer for buffer in made if buffer.kind == "activation_grad"], made
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,13 +115,13 @@ class _Transfer:
         return (self.sender, self.made_by), (self.receiver, self.needed_by)
 
 
-def _routes(program: Program, sections: Sequence[Section]) -> _Routes:
+def _routes(program: Program, sections: Sequence[Section], flow: _Flow) -> _Routes:
     readers: defaultdict[tuple[int, int], dict[int, None]] = defaultdict(dict)
     chains: defaultdict[tuple[int, int], dict[tuple[int, int], None]] = defaultdict(dict)
     for section in sections:
         for device, tasks in enumerate(section):
             for task in tasks:
-                for buffer in _needs(task, program.outline):
+                for buffer in flow.needs(task):
                     key = (buffer.owner, buffer.number % program.num_microbatches)
                     if buffer.kind == "activation":
                         readers[key][device] = None
@@ -85,16 +130,8 @@ def _routes(program: Program, sections: Sequence[Section]) -> _Routes:
     return _Routes(dict(readers), {key: sorted(chain, reverse=True) for key, chain in chains.items()})
 
 
-def _needs(task: Task, outline: Outline) -> Iterator[Buffer]:
-    """Values a computation reads, and sums of gradients that it reads or adds to."""
-    if isinstance(task, (Forward, Backward)):
-        yield from (b for b in reads(task, outline) if b.kind in ("activation", "activation_grad"))
-    if isinstance(task, Backward):
-        yield from (b for b in writes(task, outline) if b.kind == "activation_grad")
-
-
-def _move(section: Section, program: Program, routes: _Routes) -> list[tuple[Task, ...]]:
-    found = list(_transfers(section, program, routes))
+def _move(section: Section, program: Program, routes: _Routes, flow: _Flow) -> list[tuple[Task, ...]]:
+    found = list(_transfers(section, program, routes, flow))
     sends: defaultdict[tuple[int, int], list[Task]] = defaultdict(list)
     receives: defaultdict[tuple[int, int], list[Task]] = defaultdict(list)
     for transfer in found:
@@ -121,41 +158,38 @@ def _interleaved(
     return (*result, *before.get((device, len(tasks)), ()))
 
 
-def _transfers(section: Section, program: Program, routes: _Routes) -> Iterator[_Transfer]:
+def _transfers(section: Section, program: Program, routes: _Routes, flow: _Flow) -> Iterator[_Transfer]:
     """Every transfer that begins in a section; those of one sender in the order of its tasks."""
-    touched = _touches(section, program.outline)
+    touched = _touches(section, flow)
     for device, tasks in enumerate(section):
         for index, task in enumerate(tasks):
-            if not isinstance(task, (Forward, Backward)):
-                continue
-            for buffer in writes(task, program.outline):
-                if buffer.kind not in ("activation", "activation_grad"):
-                    continue
+            for buffer in flow.makes(task):
                 for receiver, first, returns in _receivers(task, device, buffer, program.num_microbatches, routes):
                     needed_by = touched.get((receiver, buffer, first), len(section[receiver]))
                     yield _Transfer(buffer, device, index, receiver, needed_by, returns)
 
 
 def _receivers(
-    task: Forward | Backward, device: int, buffer: Buffer, num_microbatches: int, routes: _Routes
+    task: Task, device: int, buffer: Buffer, num_microbatches: int, routes: _Routes
 ) -> Iterator[tuple[int, int, bool]]:
     """Devices that a written buffer goes to next, with the first layer of the gradient's next user (-1: any task)."""
     key = (buffer.owner, buffer.number % num_microbatches)
     if buffer.kind == "activation":
         yield from ((reader, -1, False) for reader in sorted(routes.readers.get(key, ())) if reader != device)
         return
+    assert isinstance(task, Backward)
     chain = routes.chains[key]
     rest = chain[chain.index((task.first, device)) + 1 :]
     if rest and rest[0][1] != device:
         yield rest[0][1], rest[0][0], any(user == device for _, user in rest)
 
 
-def _touches(section: Section, outline: Outline) -> dict[tuple[int, Buffer, int], int]:
+def _touches(section: Section, flow: _Flow) -> dict[tuple[int, Buffer, int], int]:
     """Which task of a device first reads an activation (key -1), and which uses a gradient from its first layer on."""
     found: dict[tuple[int, Buffer, int], int] = {}
     for device, tasks in enumerate(section):
         for index, task in enumerate(tasks):
-            for buffer in _needs(task, outline):
+            for buffer in flow.needs(task):
                 first = task.first if buffer.kind == "activation_grad" and isinstance(task, Backward) else -1
                 found.setdefault((device, buffer, first), index)
     return found

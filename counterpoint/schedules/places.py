@@ -82,7 +82,8 @@ def shared_layers(
     Copies are updated on every position when `everywhere`, else only where the layer itself runs.
     """
     found = []
-    for layer in reversed(range(outline.num_layers)):
+    owners = {owner for user in outline.layers for owner in user.tied}
+    for layer in sorted(owners, reverse=True):
         users = [p for p, packs in enumerate(owned) if any(layer in _weights(outline, pack) for pack in packs)]
         if len(users) < 2 or position not in users:
             continue
