@@ -1,7 +1,7 @@
 """nn.Module -> Chain: cut a model into layers that can be loaded, run and updated one at a time."""
 
 from counterpoint.decomposer.chain import Batch, Chain, Extent, Layer, TensorSpec, Value
-from counterpoint.decomposer.decompose import decompose
+from counterpoint.decomposer.decomposition import decompose
 from counterpoint.decomposer.randomness import layer_seed
 
 __all__ = ["Batch", "Chain", "Extent", "Layer", "TensorSpec", "Value", "decompose", "layer_seed"]

@@ -8,6 +8,7 @@ from typing import cast
 import torch
 from torch import Tensor, fx
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from counterpoint.core.errors import ModelError
 from counterpoint.decomposer.chain import MODEL_INPUT, NO_LAYER, Chain, Layer, TensorSpec, Value
@@ -90,7 +91,7 @@ def _probe(
     made: GraphBody, inputs: Sequence[Value], tensors: Tensors, batch_size: int, device: torch.device
 ) -> list[Result]:
     """Run a layer on tensors without memory, at a batch size that the trace has not seen."""
-    with FakeTensorMode(allow_non_fake_inputs=True), torch.enable_grad():
+    with FakeTensorMode(shape_env=ShapeEnv(), allow_non_fake_inputs=True), torch.enable_grad():
 
         def blank(shape: tuple[int, ...], dtype: torch.dtype, needs_grad: bool) -> Tensor:
             return torch.empty(shape, dtype=dtype, device=device, requires_grad=needs_grad)

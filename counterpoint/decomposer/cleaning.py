@@ -5,7 +5,7 @@ from collections.abc import Iterable
 from typing import Any
 
 import torch
-from torch import SymInt, fx
+from torch import SymInt, Tensor, fx
 
 from counterpoint.core.errors import ModelError
 from counterpoint.decomposer.chain import Extent
@@ -24,11 +24,11 @@ _DROPOUTS = frozenset(["dropout", "alpha_dropout", "feature_dropout", "feature_a
 def clean(trace: Trace, device: torch.device) -> None:
     """Rewrite the trace's graph in place."""
     graph = trace.module.graph
+    _use_batch_size(graph, trace)
     for inner in _all_graphs(graph):
         _remove_checks(inner)
         _remove_idle_dropout(inner)
         _place_on(inner, device)
-    _use_batch_size(graph, trace)
     _refuse_written(graph, trace)
     _copy_written_batch(graph, trace)
     _settle_buffers(graph, trace)
@@ -44,9 +44,17 @@ def _all_graphs(graph: fx.Graph) -> list[fx.Graph]:
 
 
 def _remove_checks(graph: fx.Graph) -> None:
+    """Shapes are checked when a batch comes in. Only what a size that depends on data must be is still checked."""
     for node in list(graph.nodes):
-        if node.op == "call_function" and op_name(node) in _CHECKS:
+        if node.op == "call_function" and op_name(node) in _CHECKS and not _asks_data(node):
             graph.erase_node(node)
+
+
+def _asks_data(check: fx.Node) -> bool:
+    sizes = [source for source in check.all_input_nodes if not isinstance(source.meta.get("val"), Tensor)]
+    for node in sizes:
+        sizes.extend(source for source in node.all_input_nodes if not isinstance(source.meta.get("val"), Tensor))
+    return any(isinstance(source.meta.get("val"), Tensor) for node in sizes for source in node.all_input_nodes)
 
 
 def _remove_idle_dropout(graph: fx.Graph) -> None:
@@ -82,7 +90,7 @@ def _use_batch_size(graph: fx.Graph, trace: Trace) -> None:
         if node is batch_size or not isinstance(value, SymInt):
             continue
         extent = linear(value)
-        if extent is not None:
+        if extent is not None and extent.per_sample:
             if extent not in made:
                 made[extent] = _computed(extent, batch_size, last, value)
             _replace(node, made[extent])

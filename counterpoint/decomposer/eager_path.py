@@ -16,6 +16,8 @@ from torch import nn
 
 from counterpoint.decomposer.explain import CustomBackward
 
+_APPLY = torch.autograd.Function.apply.__func__  # type: ignore[attr-defined]
+
 
 @contextmanager
 def as_eager(model: nn.Module, batch_names: Iterable[str]) -> Iterator[None]:
@@ -47,9 +49,12 @@ def _nothing_packed(position_ids: Any) -> None:
 
 
 def _refuse_custom_backward(cls: type, *arguments: Any, **options: Any) -> Any:
-    """Export sees through an autograd.Function's forward and would differentiate that, not call its backward."""
-    if cls.__module__ == "torch.utils.checkpoint":
-        return super(torch.autograd.Function, cls).apply(*arguments, **options)  # type: ignore[misc]
+    """Export sees through an autograd.Function's forward and would differentiate that, not call its backward.
+
+    Those of torch itself only carry out what the graph says anyway: the backward of a custom op, a checkpoint.
+    """
+    if cls.__module__.startswith("torch."):
+        return _APPLY(cls, *arguments, **options)
     raise CustomBackward(f"{cls.__name__} is a torch.autograd.Function, whose backward a trace would lose")
 
 

@@ -85,7 +85,14 @@ def bert() -> nn.Module:
 
 def t5() -> nn.Module:
     config = transformers.T5Config(
-        num_layers=2, d_model=32, d_kv=8, d_ff=64, num_heads=4, vocab_size=VOCABULARY, dropout_rate=0.0, decoder_start_token_id=0
+        num_layers=2,
+        d_model=32,
+        d_kv=8,
+        d_ff=64,
+        num_heads=4,
+        vocab_size=VOCABULARY,
+        dropout_rate=0.0,
+        decoder_start_token_id=0,
     )
     return transformers.T5ForConditionalGeneration(config)
 
