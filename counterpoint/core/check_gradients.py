@@ -55,12 +55,16 @@ def _users(outline: Outline) -> dict[int, tuple[int, ...]]:
 
 
 class _Sums:
-    """What every gradient consists of, on each device and at home (device -1); `bodies` came before this task."""
+    """What every gradient consists of, on each device and in the home copy that each device wrote.
+
+    `bodies` came before this task.
+    """
 
     def __init__(self, outline: Outline, num_microbatches: int) -> None:
         self.outline, self.users, self.num_microbatches = outline, _users(outline), num_microbatches
         self.bodies = 0
         self.parts: dict[tuple[int, Buffer], Parts] = {}
+        self.homes: defaultdict[Buffer, dict[int, Parts]] = defaultdict(dict)
         self.sent: set[tuple[int, Buffer]] = set()
 
     def run(self, task: Task, members: list[tuple[int, Task]]) -> Iterator[tuple[Buffer, str]]:
@@ -84,9 +88,9 @@ class _Sums:
                 self.sent.add((sender[0], buffer))
                 yield from self._add(receiver[0], buffer, self.parts.get((sender[0], buffer), _NOTHING))
             case Evict(buffer) if buffer.kind in SUMS:
-                self.parts[-1, buffer] = self.parts.get((device, buffer), _NOTHING)
+                self.homes[buffer][device] = self.parts.get((device, buffer), _NOTHING)
             case Load(buffer) if buffer.kind in SUMS:
-                self.parts[device, buffer] = self.parts.get((-1, buffer), _NOTHING)
+                self.parts[device, buffer] = self._home(device, buffer, _NOTHING)
             case Drop(buffer):
                 self.parts.pop((device, buffer), None)
                 self.sent.discard((device, buffer))
@@ -134,7 +138,7 @@ class _Sums:
 
     def _whole(self, buffer: Buffer, device: int, host: bool) -> Iterator[tuple[Buffer, str]]:
         here = self.parts.get((device, buffer), _NOTHING)
-        found = self.parts.get((-1, buffer), here) if host else here
+        found = self._home(device, buffer, here) if host else here
         begin = buffer.number * self.num_microbatches
         microbatches = range(begin, begin + self.num_microbatches)
         expected = [(layer, k) for layer in self.users[buffer.owner] for k in microbatches]
@@ -147,6 +151,11 @@ class _Sums:
                     f"the first is {self._name(missing[0])}"
                 ),
             )
+
+    def _home(self, device: int, buffer: Buffer, default: Parts) -> Parts:
+        """The device's own home copy if it has one, else another's."""
+        copies = self.homes[buffer]
+        return copies.get(device, next(iter(copies.values()), default))
 
     def _name(self, part: tuple[int, int]) -> str:
         return f"layer {part[0]} of microbatch {part[1] - self.bodies * self.num_microbatches}"
