@@ -175,7 +175,7 @@ class _Walk:
         self.away.pop(buffer, None)
         if buffer.kind == "weight":
             near = (weight(buffer.owner, buffer.number + i) for i in (-3, -2, -1, 1, 2, 3))
-            live = [b for b in near if b in self.resident and (self.planned or self.last_read.get(b, -1) > index)]
+            live = [b for b in near if b in self.resident and self.last_read.get(b, -1) > index]
             if len(live) > 1:
                 yield buffer, f"would be the third version of its layer, beside {self._names(index, live)}"
 
