@@ -4,6 +4,8 @@ Every segment is built around at least one heavy node (a product or a lookup). B
 place to cut is the one with the fewest live bytes, so that there is one candidate per gap. A candidate is dropped when
 it lies on a hill: when a layer of moderate size could lead from a much lower candidate before it to a much lower one
 after it. What remains are the valleys: the residual stream of a transformer, the ends of residual units.
+
+Bytes are counted per sample, so that the cuts do not depend on the batch size of the example.
 """
 
 from bisect import bisect_right
@@ -18,8 +20,9 @@ from counterpoint.decomposer.duplication import written_families
 from counterpoint.decomposer.nodes import extents, is_heavy, is_lookup, num_bytes, work, written
 from counterpoint.decomposer.tracing import Trace
 
-HILL = 1.2  # a candidate this many times above both sides is a hill
-MAX_HEAVY = 10  # a layer that bridges a hill has at most this many products of about the same size
+SAME_BYTES = 1.05  # places to cut that differ by less are equal
+HILL = 1.2  # a candidate this many times above both sides is on a hill
+MAX_HEAVY = 8  # a layer that bridges a hill has at most this many products of about the same size
 SAME_SIZE = 8  # products that differ by more than this factor are not counted together
 MAX_SHARE = 0.5  # and at most this share of the model's parameters
 TRIVIAL = 0.02  # a layer with less than this share of the median work and parameters joins its neighbour
@@ -29,13 +32,14 @@ Segment = tuple[fx.Node, ...]
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """A place behind spine node `position`, and what is live there: bytes by node."""
+    """A place behind spine node `position`; the bytes per sample that are live there, by node, and the other bytes."""
 
     position: int
     live: dict[fx.Node, int]
+    fixed_bytes: int = 0
 
     @property
-    def num_bytes(self) -> int:
+    def sample_bytes(self) -> int:
         return sum(self.live.values())
 
 
@@ -60,20 +64,18 @@ class Spine:
         return self.weight_before[last + 1] - self.weight_before[first + 1]
 
 
-def cut(graph: fx.Graph, trace: Trace, duplicates: frozenset[fx.Node], batch_size: int) -> list[Segment]:
-    spine = _spine(graph, trace, duplicates, batch_size)
-    candidates = _candidates(spine, batch_size)
-    valleys = [c for c in candidates if not _is_hill(c, candidates, spine)]
-    positions = _without_trivial([c.position for c in valleys], {c.position: c.num_bytes for c in valleys}, spine)
-    bounds = [-1, *positions, len(spine.nodes) - 1]
+def cut(graph: fx.Graph, trace: Trace, duplicates: frozenset[fx.Node]) -> list[Segment]:
+    spine = _spine(graph, trace, duplicates)
+    cuts = _without_trivial(_without_hills(_candidates(spine), spine), spine)
+    bounds = [-1, *(cut.position for cut in cuts), len(spine.nodes) - 1]
     return [spine.nodes[first + 1 : last + 1] for first, last in pairwise(bounds)]
 
 
-def _spine(graph: fx.Graph, trace: Trace, duplicates: frozenset[fx.Node], batch_size: int) -> Spine:
+def _spine(graph: fx.Graph, trace: Trace, duplicates: frozenset[fx.Node]) -> Spine:
     nodes = tuple(n for n in graph.nodes if n.op == "call_function" and n not in duplicates)
     return Spine(
         nodes,
-        tuple(accumulate((work(node, batch_size) for node in nodes), initial=0)),
+        tuple(accumulate((work(node) for node in nodes), initial=0)),
         tuple(accumulate((_parameter_bytes(node, trace) for node in nodes), initial=0)),
         tuple(position for position, node in enumerate(nodes) if is_heavy(node)),
         _unbreakable(graph, nodes),
@@ -97,39 +99,67 @@ def _unbreakable(graph: fx.Graph, nodes: Sequence[fx.Node]) -> frozenset[int]:
     return frozenset(found)
 
 
-def _candidates(spine: Spine, batch_size: int) -> list[Cut]:
-    """For each gap between heavy nodes, the last of the places with the fewest live bytes."""
-    cuts = _cuts(spine, batch_size)
+def _candidates(spine: Spine) -> list[Cut]:
+    """For each gap between heavy nodes, the last of the places with about the fewest live bytes."""
+    cuts = _cuts(spine)
     best: list[Cut] = []
     for start, end in pairwise(spine.heavy):
         if is_lookup(spine.nodes[start]) and is_lookup(spine.nodes[end]):
             continue
         places = [cuts[position] for position in range(start, end) if position in cuts]
         if places:
-            best.append(min(reversed(places), key=lambda place: place.num_bytes))
+            best.append(_lowest(places))
     return best
 
 
-def _cuts(spine: Spine, batch_size: int) -> dict[int, Cut]:
+def _lowest(places: Sequence[Cut]) -> Cut:
+    """Late rather than early: a norm or an activation belongs to what came before it, if that costs no more."""
+    low = min(places, key=lambda place: (place.sample_bytes, place.fixed_bytes))
+    return [
+        place
+        for place in places
+        if place.sample_bytes <= SAME_BYTES * low.sample_bytes
+        and place.fixed_bytes <= low.fixed_bytes
+        and len(place.live) <= len(low.live)
+    ][-1]
+
+
+def _cuts(spine: Spine) -> dict[int, Cut]:
     """All places to cut: nowhere that something live is no tensor, or of a size that depends on data."""
     order = {node: position for position, node in enumerate(spine.nodes)}
     last_use = {node: max((order[u] for u in node.users if u in order), default=-1) for node in spine.nodes}
     cuts: dict[int, Cut] = {}
-    live: dict[fx.Node, int] = {}
+    live: list[fx.Node] = []
     for position, node in enumerate(spine.nodes):
-        known = {**live, node: num_bytes(node, batch_size)}
-        live = {other: size for other, size in known.items() if last_use[other] > position}
+        live = [other for other in (*live, node) if last_use[other] > position]
         if position not in spine.unbreakable and all(extents(n.meta.get("val")) is not None for n in live):
-            cuts[position] = Cut(position, live)
+            sizes = {other: num_bytes(other, 2) - num_bytes(other, 1) for other in live}
+            cuts[position] = Cut(
+                position,
+                {other: size for other, size in sizes.items() if size},
+                sum(num_bytes(other, 1) for other, size in sizes.items() if not size),
+            )
     return cuts
 
 
-def _is_hill(candidate: Cut, candidates: Sequence[Cut], spine: Spine) -> bool:
-    here = candidates.index(candidate)
-    for left in reversed(candidates[:here]):
+def _without_hills(candidates: Sequence[Cut], spine: Spine) -> list[Cut]:
+    """Drop hills, the highest first, as long as the layers that arise are moderate."""
+    ends = [Cut(-1, {}), Cut(len(spine.nodes) - 1, {})]
+    kept = [ends[0], *candidates, ends[1]]
+    hills = [candidate for candidate in candidates if _is_hill(candidate, kept, spine)]
+    for hill in sorted(hills, key=lambda hill: -hill.sample_bytes):
+        here = kept.index(hill)
+        if _is_moderate(kept[here - 1].position, kept[here + 1].position, spine):
+            kept.pop(here)
+    return kept[1:-1]
+
+
+def _is_hill(candidate: Cut, cuts: Sequence[Cut], spine: Spine) -> bool:
+    here = cuts.index(candidate)
+    for left in reversed(cuts[:here]):
         if not _is_moderate(left.position, candidate.position, spine):
             return False
-        for right in candidates[here + 1 :]:
+        for right in cuts[here + 1 :]:
             if not _is_moderate(left.position, right.position, spine):
                 break
             if _towers_over(candidate, left, right):
@@ -138,9 +168,14 @@ def _is_hill(candidate: Cut, candidates: Sequence[Cut], spine: Spine) -> bool:
 
 
 def _towers_over(candidate: Cut, left: Cut, right: Cut) -> bool:
-    """Compare live bytes, without those that only pass by all three."""
+    """Compare live bytes, without those that only pass by all three.
+
+    Where a single tensor is live the model has a waist: that only gives way to waists.
+    """
+    if len(candidate.live) == 1 and not (len(left.live) == len(right.live) == 1):
+        return False
     passing = sum(size for node, size in candidate.live.items() if node in left.live and node in right.live)
-    return candidate.num_bytes - passing > HILL * (max(left.num_bytes, right.num_bytes) - passing)
+    return candidate.sample_bytes - passing > HILL * (max(left.sample_bytes, right.sample_bytes) - passing)
 
 
 def _is_moderate(first: int, last: int, spine: Spine) -> bool:
@@ -151,21 +186,20 @@ def _is_moderate(first: int, last: int, spine: Spine) -> bool:
     return num_large <= MAX_HEAVY and spine.weight(first, last) <= MAX_SHARE * spine.weight_before[-1]
 
 
-def _without_trivial(positions: list[int], live_bytes: dict[int, int], spine: Spine) -> list[int]:
+def _without_trivial(cuts: list[Cut], spine: Spine) -> list[Cut]:
     """Let layers that hardly cost anything join a neighbour, across the cut that more bytes would cross."""
-    kept = list(positions)
+    kept = list(cuts)
     while trivial := _first_trivial(kept, spine):
-        kept.remove(max(trivial, key=lambda position: live_bytes[position]))
+        kept.remove(max(trivial, key=lambda cut: cut.sample_bytes))
     return kept
 
 
-def _first_trivial(positions: list[int], spine: Spine) -> list[int]:
-    """The inner bounds of the first trivial segment; none if there is no such segment."""
-    bounds = [-1, *positions, len(spine.nodes) - 1]
-    segments = list(pairwise(bounds))
+def _first_trivial(cuts: Sequence[Cut], spine: Spine) -> list[Cut]:
+    """The cuts around the first trivial segment; none if there is no such segment."""
+    segments = list(pairwise([-1, *(cut.position for cut in cuts), len(spine.nodes) - 1]))
     typical_work = median(spine.work(*segment) for segment in segments)
     typical_weight = median(spine.weight(*segment) for segment in segments)
-    for first, last in segments:
-        if spine.work(first, last) < TRIVIAL * typical_work and spine.weight(first, last) <= TRIVIAL * typical_weight:
-            return [position for position in (first, last) if position in positions]
+    for segment in segments:
+        if spine.work(*segment) < TRIVIAL * typical_work and spine.weight(*segment) <= TRIVIAL * typical_weight:
+            return [cut for cut in cuts if cut.position in segment]
     return []

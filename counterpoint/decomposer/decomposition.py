@@ -25,8 +25,7 @@ def decompose(
     call, tensors = read_example(model, example, loss)
     traced = trace(model, call, tensors, loss)
     clean(traced, torch.device(device))
-    batch_size = next(iter(tensors.values())).shape[0]
     graph = traced.module.graph
-    duplicates = duplicated(graph, traced, batch_size)
-    segments = cut(graph, traced, duplicates, batch_size)
+    duplicates = duplicated(graph, traced)
+    segments = cut(graph, traced, duplicates)
     return assemble(traced, segments, duplicates, read_tensors(model), tensors, torch.device(device))

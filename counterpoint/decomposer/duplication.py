@@ -8,21 +8,21 @@ from collections.abc import Iterable
 
 from torch import Tensor, fx
 
-from counterpoint.decomposer.nodes import aliased, is_random, num_bytes, work, written
+from counterpoint.decomposer.nodes import NOMINAL_BATCH_SIZE, aliased, is_random, num_bytes, work, written
 from counterpoint.decomposer.tracing import Trace
 
 MAX_WORK_SHARE = 0.05  # of the whole model's work, summed over all uses
 MAX_SOURCE_RATIO = 8  # do not hand a layer an image because it needs its mean
 
 
-def duplicated(graph: fx.Graph, trace: Trace, batch_size: int) -> frozenset[fx.Node]:
+def duplicated(graph: fx.Graph, trace: Trace) -> frozenset[fx.Node]:
     """Nodes without parameters, randomness or writes, whose results are cheaper to compute than to carry."""
     pure = _pure_nodes(graph, trace)
-    total = sum(work(node, batch_size) for node in graph.nodes if node.op == "call_function")
+    total = sum(work(node) for node in graph.nodes if node.op == "call_function")
     chosen: dict[fx.Node, None] = {}
     for node in pure:
         uses = [user for user in node.users if user not in pure]
-        if uses and _is_worth_it(node, len(uses), pure, trace, total, batch_size):
+        if uses and _is_worth_it(node, len(uses), pure, trace, total):
             chosen.update(dict.fromkeys(_closure(node, pure)))
     return frozenset(chosen)
 
@@ -59,15 +59,14 @@ def _pure_nodes(graph: fx.Graph, trace: Trace) -> dict[fx.Node, None]:
     return {node: None for node in pure if node.op != "placeholder"}
 
 
-def _is_worth_it(
-    node: fx.Node, num_uses: int, pure: Iterable[fx.Node], trace: Trace, total: float, batch_size: int
-) -> bool:
+def _is_worth_it(node: fx.Node, num_uses: int, pure: Iterable[fx.Node], trace: Trace, total: float) -> bool:
     if not isinstance(node.meta.get("val"), Tensor):
         return True
     closure = _closure(node, pure)
     sources = dict.fromkeys(s for n in closure for s in n.all_input_nodes if s.name in trace.batch)
-    is_cheap = num_uses * sum(work(n, batch_size) for n in closure) <= MAX_WORK_SHARE * total
-    return is_cheap and sum(num_bytes(s, batch_size) for s in sources) <= MAX_SOURCE_RATIO * num_bytes(node, batch_size)
+    is_cheap = num_uses * sum(work(n) for n in closure) <= MAX_WORK_SHARE * total
+    source_bytes = sum(num_bytes(source, NOMINAL_BATCH_SIZE) for source in sources)
+    return is_cheap and source_bytes <= MAX_SOURCE_RATIO * num_bytes(node, NOMINAL_BATCH_SIZE)
 
 
 def _closure(node: fx.Node, pure: Iterable[fx.Node]) -> list[fx.Node]:

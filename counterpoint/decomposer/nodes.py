@@ -13,6 +13,7 @@ from torch import SymInt, Tensor, fx
 from counterpoint.decomposer.chain import Extent
 
 BATCH_SIZE = "batch_size"
+NOMINAL_BATCH_SIZE = 8  # where costs are compared, whatever the batch size of the example
 ELEMENT_WORK = 8  # one element of an element-wise op costs about as much as this many multiplications
 
 _PRODUCTS = frozenset(
@@ -85,7 +86,7 @@ def num_bytes(node: fx.Node, batch_size: int) -> int:
     return sum(prod(_size(s, batch_size) for s in value.shape) * value.dtype.itemsize for value in values)
 
 
-def work(node: fx.Node, batch_size: int) -> float:
+def work(node: fx.Node, batch_size: int = NOMINAL_BATCH_SIZE) -> float:
     """About how many multiplications a node costs; only ratios matter."""
     if not is_heavy(node) or is_lookup(node):
         return ELEMENT_WORK * num_elements(node, batch_size) * (not is_view(node))
