@@ -11,12 +11,12 @@ from counterpoint.core.task import Buffer, Task, shift, shift_buffer
 from counterpoint.core.units import format_bytes
 from counterpoint.passes.emit import Emitter, Placed
 from counterpoint.passes.gaps import body_of
-from counterpoint.passes.keep import Body, choose, occupied, traffic
+from counterpoint.passes.keep import occupied
+from counterpoint.passes.ladder import climb
 from counterpoint.passes.lives import Life, canonical, collect, device_reads, device_writes, mark_shared
 from counterpoint.passes.walk import Walk
 
 POLICIES = ("planned", "lru")
-SMALL = 2000  # bodies up to so many tasks get the full ladder
 
 
 def place(
@@ -35,7 +35,7 @@ def place(
     `planned` looks ahead over the cyclic body and keeps what fits across steps; `lru` loads on demand and evicts the
     least recently used, the virtualized-memory baseline (`writes_clean`: also when it is clean). `pinned` layers keep
     their saved tensors on the device. `ahead` computations are what a load may overlap with at least; 0 gives the
-    least traffic. Raises BudgetError with the smallest budget that would do.
+    least traffic. `rungs` = 1 chooses quickly. Raises BudgetError with the smallest budget that would do.
     """
     if policy not in POLICIES:
         raise ValueError(f"unknown residency policy {policy!r}; known are {', '.join(POLICIES)}")
@@ -102,7 +102,7 @@ class _DevicePlacer:
         if not self.part.body:
             return Placed((), {})
         body = body_of(self.program, self.device, self.costs, self.lives, pinned, ahead)
-        _climb(body, self.budget, rungs)
+        climb(body, self.budget, rungs)
         if max(occupied(body)) > self.budget:
             raise BudgetError(
                 f"pinned activations do not fit device {self.device} (need {format_bytes(max(occupied(body)))}, "
@@ -186,34 +186,3 @@ class _DevicePlacer:
 def _persists(buffer: Buffer, num_steps: int) -> bool:
     """Whether a buffer outlives a run of so many steps: constants, states and the two newest weight versions."""
     return buffer.kind == "constant" or (buffer.kind in ("weight", "state") and buffer.number >= num_steps - 1)
-
-
-def _climb(body: Body, budget: int, rungs: int | None) -> None:
-    """Choose for the budget, or for a lower rung of a ladder that does not depend on it if that moves fewer bytes.
-
-    A greedy choice can do worse with more memory. The best over rungs below the budget cannot, so traffic falls
-    monotonically as the budget grows.
-    """
-    if rungs is None:
-        rungs = 32 if body.num_positions <= SMALL else 1
-    choose(body, 1 << 62)
-    low, high = max(body.needs), max(occupied(body))
-    if budget >= high:
-        return
-    if rungs == 1:
-        choose(body, budget)
-        return
-    best: tuple[int, list[tuple[bool, bool]]] | None = None
-    for rung in range(rungs, -1, -1):
-        level = low + (high - low) * rung // rungs
-        if level > budget:
-            continue
-        choose(body, level)
-        bytes_moved = traffic(body)
-        if best is None or bytes_moved < best[0]:
-            best = bytes_moved, [(gap.kept, gap.tight) for gap in body.gaps]
-    if best is None:
-        choose(body, budget)
-        return
-    for gap, (kept, tight) in zip(body.gaps, best[1], strict=True):
-        gap.kept, gap.tight = kept, tight

@@ -17,8 +17,8 @@ class Walk:
     """A device's memory while its list is walked; `resident` maps buffers to whether they are dirty, oldest use first.
 
     `last_use` tells when a buffer may be forgotten: the index of the last task that touches it. `next_uses`, where
-    given, makes eviction look ahead; `away` are buffers that were here and are at home now; without it the least recently used goes. `writes_clean` is virtual memory that
-    does not know what is clean.
+    given, makes eviction look ahead; without it the least recently used goes. `writes_clean` is virtual memory that
+    does not know what is clean. `away` are buffers that were here and are at home now.
     """
 
     outline: Outline
