@@ -267,6 +267,10 @@ class _Exchange:
             if self.effort <= 0:
                 break
             changed = (not gap.kept and self._try(gap)) or changed
+        for gap in self.body.gaps:
+            if self.effort <= 0:
+                break
+            changed = (gap.kept and bool(gap.length) and self._try_without(gap)) or changed
         return changed
 
     def _saving(self, gap: Gap) -> int:
@@ -290,6 +294,16 @@ class _Exchange:
             journal.append((victim, False))
         if len(journal) > 1:
             balance += self._fill(journal)
+        if balance <= 0:
+            self._undo(journal)
+        return balance > 0
+
+    def _try_without(self, gap: Gap) -> bool:
+        """Give the gap up and fill its room with others; undo it unless it saves."""
+        balance = -self._cost(gap)
+        journal = [(gap, False)]
+        self._give_up(gap)
+        balance += self._fill(journal)
         if balance <= 0:
             self._undo(journal)
         return balance > 0

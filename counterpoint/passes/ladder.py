@@ -6,7 +6,7 @@ from counterpoint.passes.keep import Body, choose, improve, occupied, restore, s
 
 EXACT = 32  # bodies of up to so many tasks get every rung
 THOROUGH = 600  # bodies of up to so many tasks get several sweeps
-STARTS = (100, 90, 75, 50, 0)
+STARTS = (100, 75, 50)
 
 
 @dataclass(frozen=True, slots=True)

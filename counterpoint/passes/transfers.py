@@ -4,29 +4,30 @@ A send follows the task that made the value. Activations go from their producer 
 gradient of a value is summed along the backward order: each consumer's device adds its part and sends the sum to the
 device of the next consumer down the chain, the last one to the producer's.
 
-A receive stands in the same section as its send, so that sections can repeat. It is posted one computation before the
-one that needs it, because an allocation waits for the computations listed before it. It is posted earlier still where
-the value is ready long before: before the first computation that ends after the producer in a common order of all
-devices (`passes/ranks.py`). The sender's copy can then go at once without the sender waiting for the receiver, and no
-device waits for another in a circle: the common order, with every transfer right after its producer, obeys every wait.
-Both devices of a pair keep one order.
+A receive stands in the same section as its send, so that sections can repeat, and there between the computations that
+end before its producer and those that end after it, in one common order of all devices (`passes/ranks.py`). It comes
+no earlier: what is listed after it may have to wait for it, and must not be what its producer waits for. It comes no
+later: an allocation waits for the computations listed before it, and the sender may have to wait for the receiver. So
+whatever waits for memory are added later, the common order, with every transfer right after its producer, obeys them,
+and no device waits for another in a circle. Both devices of a pair keep one order.
 """
 
 from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from counterpoint.core.outline import Outline
 from counterpoint.core.program import DeviceProgram, Program, reads, writes
 from counterpoint.core.task import Backward, Buffer, Drop, Forward, Norm, Receive, Send, Task, Update
-from counterpoint.passes.ranks import Spot, ranks
+from counterpoint.passes.ranks import Spot, equal_layers, ranks
 
 Section = Sequence[tuple[Task, ...]]
 """The tasks of each device in a prologue, body or epilogue."""
 
 
-def transfers(program: Program) -> Program:
+def transfers(program: Program, duration: Callable[[Task], int] = equal_layers) -> Program:
+    """`duration` says how long a computation takes: the better it knows, the better transfers overlap with them."""
     if _independent(program):
         return program
     sections = [
@@ -36,7 +37,7 @@ def transfers(program: Program) -> Program:
     ]
     flow = _Flow(program.outline)
     routes = _routes(program, sections, flow)
-    moved = [_move(section, program, routes, flow) for section in sections]
+    moved = [_move(section, program, routes, flow, duration) for section in sections]
     return replace(program, devices=tuple(DeviceProgram(*parts) for parts in zip(*moved, strict=True)))
 
 
@@ -130,7 +131,9 @@ def _routes(program: Program, sections: Sequence[Section], flow: _Flow) -> _Rout
     return _Routes(dict(readers), {key: sorted(chain, reverse=True) for key, chain in chains.items()})
 
 
-def _move(section: Section, program: Program, routes: _Routes, flow: _Flow) -> list[tuple[Task, ...]]:
+def _move(
+    section: Section, program: Program, routes: _Routes, flow: _Flow, duration: Callable[[Task], int]
+) -> list[tuple[Task, ...]]:
     found = list(_transfers(section, program, routes, flow))
     sends: defaultdict[tuple[int, int], list[Task]] = defaultdict(list)
     receives: defaultdict[tuple[int, int], list[Task]] = defaultdict(list)
@@ -139,7 +142,7 @@ def _move(section: Section, program: Program, routes: _Routes, flow: _Flow) -> l
         after.append(Send(transfer.buffer, transfer.receiver))
         if transfer.returns:
             after.append(Drop(transfer.buffer))
-    for transfer, position in _posted(section, found):
+    for transfer, position in _posted(section, found, duration):
         receives[transfer.receiver, position].append(Receive(transfer.buffer, transfer.sender))
     return [_interleaved(device, tasks, receives, sends) for device, tasks in enumerate(section)]
 
@@ -195,24 +198,17 @@ def _touches(section: Section, flow: _Flow) -> dict[tuple[int, Buffer, int], int
     return found
 
 
-def _posted(section: Section, found: list[_Transfer]) -> list[tuple[_Transfer, int]]:
+def _posted(section: Section, found: list[_Transfer], duration: Callable[[Task], int]) -> list[tuple[_Transfer, int]]:
     """Where each receive stands in its device's tasks, by the order in which values are made."""
-    order = ranks(section, (t.handover for t in found if t.needed_by < len(section[t.receiver])))
+    order = ranks(section, (t.handover for t in found if t.needed_by < len(section[t.receiver])), duration)
     computes = [[index for index, task in enumerate(tasks) if _computes(task)] for tasks in section]
     ends = [[row[index] for index in mine] for row, mine in zip(order, computes, strict=True)]
     posted: list[tuple[_Transfer, int]] = []
-    limits: dict[tuple[int, int], int] = {}
-    for transfer in reversed(found):
-        mine, end = computes[transfer.receiver], len(section[transfer.receiver])
-        ready = bisect_left(ends[transfer.receiver], order[transfer.sender][transfer.made_by])
-        ahead = max(bisect_left(mine, transfer.needed_by) - 1, 0) if transfer.needed_by < end else end
-        choice = min(ready, ahead)
-        position = mine[choice] if choice < len(mine) else end
-        pair = (transfer.sender, transfer.receiver)
-        limits[pair] = min(position, limits.get(pair, position))
-        posted.append((transfer, limits[pair]))
-    posted.reverse()
-    return sorted(posted, key=lambda item: order[item[0].sender][item[0].made_by])
+    for transfer in sorted(found, key=lambda t: order[t.sender][t.made_by]):
+        mine = computes[transfer.receiver]
+        choice = bisect_left(ends[transfer.receiver], order[transfer.sender][transfer.made_by])
+        posted.append((transfer, mine[choice] if choice < len(mine) else len(section[transfer.receiver])))
+    return posted
 
 
 def _computes(task: Task) -> bool:
