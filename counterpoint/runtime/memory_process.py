@@ -1,0 +1,114 @@
+"""The operating system's books -> how much memory this process has, may have and should give back."""
+
+import contextlib
+import ctypes
+import os
+import sys
+from pathlib import Path
+
+PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
+_UNLIMITED = 1 << 62  # cgroup v1 writes "no limit" as the largest whole number of pages
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
+
+
+def resident_bytes() -> int:
+    """Memory this process occupies, everything included."""
+    with open("/proc/self/statm", "rb") as statm:
+        return int(statm.read().split()[1]) * PAGE_BYTES
+
+
+def peak_resident_bytes() -> int:
+    """The most this process ever occupied, or since `reset_peak_resident`."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith("VmHWM:"):
+            return int(line.split()[1]) * 1024
+    raise OSError("no VmHWM in /proc/self/status")
+
+
+def reset_peak_resident() -> bool:
+    """Let the peak start again from what is resident; False where the system does not allow it."""
+    with contextlib.suppress(OSError):
+        Path("/proc/self/clear_refs").write_text("5")
+        return True
+    return False
+
+
+def physical_memory_bytes() -> int:
+    return os.sysconf("SC_PHYS_PAGES") * PAGE_BYTES
+
+
+def memory_limit_bytes() -> int:
+    """What the system lets this process occupy: physical memory, or the tightest cgroup above it if that is less."""
+    limits = [physical_memory_bytes()]
+    for folder in cgroup_folders("memory"):
+        for name in ("memory.max", "memory.limit_in_bytes"):
+            limits.append(_limit_in(folder / name))
+    return min(limits)
+
+
+def cgroup_folders(controller: str, proc: Path = Path("/proc/self")) -> tuple[Path, ...]:
+    """The folders, leaf first, of the cgroups that bound this process: version 1 of `controller`, then version 2."""
+    folders: list[Path] = []
+    for line in (proc / "cgroup").read_text().splitlines():
+        _, controllers, path = line.split(":", 2)
+        if controllers and controller not in controllers.split(","):
+            continue
+        for mount, root in _cgroup_mounts(controller if controllers else "", proc):
+            folders += _chain(mount, root, path)
+    return tuple(folders)
+
+
+def _cgroup_mounts(controller: str, proc: Path) -> list[tuple[Path, str]]:
+    """Mount point and mounted root of the hierarchy with `controller`; version 2 if that is empty."""
+    mounts = []
+    for line in (proc / "mountinfo").read_text().splitlines():
+        fields, _, tail = line.partition(" - ")
+        kind, _, options = tail.split(" ", 2)
+        if kind == "cgroup2" if not controller else kind == "cgroup" and controller in options.split(","):
+            mounts.append((Path(fields.split()[4]), fields.split()[3]))
+    return mounts
+
+
+def _chain(mount: Path, root: str, path: str) -> list[Path]:
+    """The cgroup's folder and those above it; in a container only the part below the mounted root is visible."""
+    below = Path(os.path.relpath(path, root)) if path.startswith(root) else Path()
+    return [mount / part for part in (below, *below.parents)] if below != Path() else [mount]
+
+
+def _limit_in(file: Path) -> int:
+    try:
+        text = file.read_text().strip()
+    except OSError:
+        return _UNLIMITED
+    return _UNLIMITED if text == "max" else int(text)
+
+
+def set_allocator_thresholds(mmap_bytes: int = 1 << 20, trim_bytes: int = 16 << 20) -> bool:
+    """Make freed tensors leave the resident set; False (and nothing done) where the C library is not glibc.
+
+    Tensors of `mmap_bytes` and more get their own mapping and vanish when freed; smaller ones share a heap that is cut
+    back when `trim_bytes` at its end are free. Call it before the first large tensor is made.
+    """
+    libc = _glibc()
+    if libc is None:
+        return False
+    # Torch asks for huge pages under mapped tensors if this is set before its first allocation.
+    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
+    settings = ((_M_MMAP_THRESHOLD, mmap_bytes), (_M_TRIM_THRESHOLD, trim_bytes), (_M_ARENA_MAX, 1))
+    return all(libc.mallopt(name, value) == 1 for name, value in settings)
+
+
+def trim() -> bool:
+    """Give the free pages of the heap back, also those between live blocks; False where the C library is not glibc."""
+    libc = _glibc()
+    if libc is None:
+        return False
+    libc.malloc_trim(ctypes.c_size_t(0))
+    return True
+
+
+def _glibc() -> ctypes.CDLL | None:
+    if not sys.platform.startswith("linux"):
+        return None
+    libc = ctypes.CDLL(None)
+    return libc if hasattr(libc, "gnu_get_libc_version") else None
