@@ -2,6 +2,7 @@
 
 from counterpoint.decomposer.chain import Batch, Chain, Extent, Layer, TensorSpec, Value
 from counterpoint.decomposer.decomposition import decompose
+from counterpoint.decomposer.modules import chain_of_modules
 from counterpoint.decomposer.randomness import layer_seed
 
-__all__ = ["Batch", "Chain", "Extent", "Layer", "TensorSpec", "Value", "decompose", "layer_seed"]
+__all__ = ["Batch", "Chain", "Extent", "Layer", "TensorSpec", "Value", "chain_of_modules", "decompose", "layer_seed"]

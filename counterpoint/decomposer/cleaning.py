@@ -31,6 +31,7 @@ def clean(trace: Trace, device: torch.device) -> None:
         _place_on(inner, device)
     _refuse_written(graph, trace)
     _copy_written_batch(graph, trace)
+    _name_buffers(graph, trace)
     _settle_buffers(graph, trace)
     _keep_constants(graph, trace)
     for inner in _all_graphs(graph):
@@ -130,28 +131,30 @@ def _copy_written_batch(graph: fx.Graph, trace: Trace) -> None:
                 user.replace_input_with(target, copy)
 
 
+def _name_buffers(graph: fx.Graph, trace: Trace) -> None:
+    """What an in-place op on a buffer returns is the buffer itself: call it that, for it to pass no cut."""
+    for node in graph.nodes:
+        first = node.args[0] if node.args else None
+        if (
+            isinstance(first, fx.Node)
+            and first.name in trace.buffers
+            and first in written(node)
+            and first in aliased(node)
+        ):
+            node.replace_all_uses_with(first)
+
+
 def _settle_buffers(graph: fx.Graph, trace: Trace) -> None:
-    """Export writes an assigned buffer at the end of the graph: move the write up to where its value is known."""
+    """An assigned buffer is written at the end of the trace: move the write up to where its value is known."""
     order = {node: position for position, node in enumerate(graph.nodes)}
     for node in list(graph.nodes):
         if node.target is not torch.ops.aten.copy_.default or node.args[0].name not in trace.buffers:
             continue
         buffer, value = node.args[0], node.args[1]
-        if buffer in _origins(value):
-            _replace(node, buffer)
-            continue
         uses = [user for user in buffer.users if user is not node] + [value]
         latest = max(uses, key=lambda user: order[user])
         if latest.op != "placeholder":
             latest.append(node)
-
-
-def _origins(value: fx.Node) -> list[fx.Node]:
-    """The node, and whatever it is a view of."""
-    found = [value]
-    for node in found:
-        found.extend(source for source in aliased(node) if source not in found)
-    return found
 
 
 def _keep_constants(graph: fx.Graph, trace: Trace) -> None:

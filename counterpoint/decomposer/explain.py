@@ -6,6 +6,7 @@ from pathlib import Path
 from types import FrameType
 
 import torch
+from torch import nn
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode, ShapeEnv
 
 from counterpoint.core.errors import ModelError
@@ -45,6 +46,14 @@ def explain(error: Exception, shapes: LocatedShapes) -> ModelError:
     elif isinstance(error, CustomBackward):
         advice = "make it a torch.library.custom_op with register_autograd"
     return ModelError(f"cannot trace {_place(error)}: {reason}; {advice}, or {_INSTEAD}")
+
+
+def explain_module(error: Exception, module: nn.Module, batch_size: int) -> ModelError:
+    reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+    return ModelError(
+        f"cannot run module {type(module).__name__} at batch size {batch_size}, {_place(error)}: {reason}; "
+        f"a module of a chain takes the output of the one before it, at any batch size"
+    )
 
 
 def _place(error: Exception) -> str:

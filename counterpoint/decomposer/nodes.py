@@ -1,7 +1,7 @@
 """A graph node -> what is known of it: shape, bytes, work, what it reads, writes and aliases, and whether it draws."""
 
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from functools import lru_cache
 from math import prod, sqrt
 from typing import Any
@@ -39,13 +39,17 @@ def op_name(node: fx.Node) -> str:
 
 def argument(node: fx.Node, name: str) -> Any:
     """The node's argument of this name, or its default; None if the op has none."""
-    schema = getattr(node.target, "_schema", None)
+    return _argument(node.target, node.args, node.kwargs, name)
+
+
+def _argument(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any], name: str) -> Any:
+    schema = getattr(op, "_schema", None)
     if schema is None:
         return None
     for position, declared in enumerate(schema.arguments):
         if declared.name == name:
-            given = node.args[position] if position < len(node.args) else declared.default_value
-            return node.kwargs.get(name, given)
+            given = args[position] if position < len(args) else declared.default_value
+            return kwargs.get(name, given)
     return None
 
 
@@ -121,11 +125,16 @@ def is_random(node: fx.Node) -> bool:
     for graph in subgraphs(node):
         if any(is_random(inner) for inner in graph.nodes):
             return True
-    tags = getattr(node.target, "tags", ())
-    if torch.Tag.nondeterministic_seeded not in tags:
+    return draws(node.target, node.args, node.kwargs)
+
+
+def draws(op: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> bool:
+    """Whether the op, called with these arguments, draws from the generator: dropout does not at rate 0."""
+    if torch.Tag.nondeterministic_seeded not in getattr(op, "tags", ()):
         return False
-    off = (argument(node, "p") == 0, argument(node, "dropout_p") == 0, argument(node, "dropout") == 0)
-    return not any(off) and argument(node, "train") is not False and argument(node, "training") is not False
+    rates = [_argument(op, args, kwargs, name) for name in ("p", "dropout_p", "dropout")]
+    modes = [_argument(op, args, kwargs, name) for name in ("train", "training")]
+    return 0 not in rates and not any(mode is False for mode in modes)
 
 
 def written(node: fx.Node) -> Iterator[fx.Node]:

@@ -48,8 +48,20 @@ class _Step(nn.Module):
 
     def forward(self, *tensors: Tensor) -> Tensor:
         batch = dict(zip(self._call.names, tensors, strict=True))
+        buffers = [(module, dict(module._buffers)) for module in self.model.modules()]
         output = self._call.apply(self.model, batch)
-        return take_loss(output, self._call.batch(batch), self._loss[0])
+        loss = take_loss(output, self._call.batch(batch), self._loss[0])
+        for module, before in buffers:
+            _write_assigned(module, before)
+        return loss
+
+
+def _write_assigned(module: nn.Module, before: Mapping[str, Tensor | None]) -> None:
+    """Export does not see that a forward assigns a new tensor to a buffer: write it to the buffer instead."""
+    for name, buffer in before.items():
+        assigned = module._buffers.get(name)
+        if buffer is not None and assigned is not None and assigned is not buffer:
+            module._buffers[name] = buffer.copy_(assigned.detach())
 
 
 def trace(model: nn.Module, call: Call, tensors: Mapping[str, Tensor], loss: Loss | None) -> Trace:
