@@ -86,16 +86,16 @@ class Timeline:
             free[span.device] = max(free[span.device], span.end_ns)
         return tuple(found)
 
+    @property
+    def steady_window_ns(self) -> tuple[int, int]:
+        """When the step that took the median time began and ended."""
+        ends = self.step_ends_ns
+        windows = list(itertools.pairwise(ends)) or [(0, end) for end in ends[:1]] or [(0, self.makespan_ns)]
+        return next((w for w in windows if w[1] - w[0] == self.step_ns), windows[0])
+
     def steady_idle_ns(self) -> dict[str, int]:
         """Idle time per cause in the median step, summed over the devices."""
-        if not self.step_ends_ns:
-            return {}
-        lengths = [b - a for a, b in zip(self.step_ends_ns, self.step_ends_ns[1:], strict=False)]
-        if lengths:
-            chosen = lengths.index(self.step_ns)
-            begin, end = self.step_ends_ns[chosen], self.step_ends_ns[chosen + 1]
-        else:
-            begin, end = 0, self.step_ends_ns[0]
+        begin, end = self.steady_window_ns
         idle: dict[str, int] = dict.fromkeys(CAUSES, 0)
         for wait in self.waits():
             overlap = min(wait.end_ns, end) - max(wait.start_ns, begin)

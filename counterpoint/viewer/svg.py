@@ -39,31 +39,33 @@ def draw(
     """
     begin, end = window_ns or (0, timeline.makespan_ns)
     scale = Scale(begin, end, LEFT, width - RIGHT)
-    legend, top = _legend(timeline, width)
-    groups = _layout(timeline, top + 33)
+    spans = [s for s in timeline.spans if s.end_ns > s.start_ns and scale.shows(s.start_ns, s.end_ns)]
+    waits = [wait for wait in timeline.waits() if scale.shows(wait.start_ns, wait.end_ns)]
+    legend, top = _legend(spans, waits, 36 if title else 8, width)
+    groups = _layout(timeline.num_devices, spans, top + 33)
     height = (groups[-1].bottom if groups else top + 33) + 14
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {_n(height)}" width="{width}" '
         f'height="{_n(height)}" role="img"><title>{escape(title or "timeline")}</title>',
         f"<style>{STYLE}</style>",
         *_patterns(),
-        f'<text class="title" x="12" y="24">{escape(title)}</text>',
+        f'<text class="title" x="12" y="24">{escape(title)}</text>' if title else "",
         *legend,
         *_rows(groups, scale),
         *_axis(timeline, scale, top, height),
     ]
-    spans = _by_lane(timeline.spans)
-    waits = timeline.waits()
+    lanes = _by_lane(spans)
     for group in groups:
-        parts += _device(timeline, group, spans, waits, scale)
+        parts += _device(group, lanes, [wait for wait in waits if wait.device == group.device], scale)
         parts += _memory(timeline, group, budgets[group.device] if budgets else 0, scale)
     return "\n".join([*parts, "</svg>"]) + "\n"
 
 
-def _layout(timeline: Timeline, top: float) -> list[_Group]:
-    used = {span.lane.split()[0] for span in timeline.spans if span.end_ns > span.start_ns}
+def _layout(num_devices: int, spans: Sequence[Span], top: float) -> list[_Group]:
+    """The same lanes for every device: those that any of them uses."""
+    used = {span.lane.split()[0] for span in spans}
     groups = []
-    for device in range(timeline.num_devices):
+    for device in range(num_devices):
         tops, y = {}, top
         for name, height in LANES.items():
             if name in used or name == "compute":
@@ -77,8 +79,7 @@ def _layout(timeline: Timeline, top: float) -> list[_Group]:
 def _by_lane(spans: Sequence[Span]) -> dict[tuple[int, str], list[Span]]:
     found: defaultdict[tuple[int, str], list[Span]] = defaultdict(list)
     for span in spans:
-        if span.end_ns > span.start_ns:
-            found[span.device, span.lane.split()[0]].append(span)
+        found[span.device, span.lane.split()[0]].append(span)
     return found
 
 
@@ -93,13 +94,13 @@ def _patterns() -> Iterator[str]:
     yield "</defs>"
 
 
-def _legend(timeline: Timeline, width: int) -> tuple[list[str], float]:
+def _legend(spans: Sequence[Span], waits: Sequence[Wait], y: float, width: int) -> tuple[list[str], float]:
     """What the drawing uses and nothing else, in as many lines as it takes; and where the next line would be."""
-    kinds = {kind_of(span.task) for span in timeline.spans if span.end_ns > span.start_ns}
-    causes = {wait.cause for wait in timeline.waits()}
+    kinds = {kind_of(span.task) for span in spans}
+    causes = {wait.cause for wait in waits}
     entries = [(f'class="{kind}"', text) for kind, text in KINDS.items() if kind in kinds]
     entries += [(f'fill="url(#idle-{c})"', f"waits for {text}") for c, text in CAUSES.items() if c in causes]
-    parts, x, y = [], 12.0, 36.0
+    parts, x = [], 12.0
     for mark, text in entries:
         length = 19 + 6 * len(text) + 14
         if x + length > width:
@@ -135,28 +136,21 @@ def _axis(timeline: Timeline, scale: Scale, top: float, height: float) -> Iterat
 
 
 def _device(
-    timeline: Timeline,
-    group: _Group,
-    spans: dict[tuple[int, str], list[Span]],
-    waits: Sequence[Wait],
-    scale: Scale,
+    group: _Group, lanes: dict[tuple[int, str], list[Span]], waits: Sequence[Wait], scale: Scale
 ) -> Iterator[str]:
-    computed = [span for span in spans.get((group.device, "compute"), ()) if scale.shows(span.start_ns, span.end_ns)]
+    computed = lanes.get((group.device, "compute"), ())
     shown = sum(min(s.end_ns, scale.end_ns) - max(s.start_ns, scale.begin_ns) for s in computed)
     busy = 100 * shown // max(scale.end_ns - scale.begin_ns, 1)
     y = group.tops["compute"]
     yield f'<text class="device" x="12" y="{_n(y + 13)}">device {group.device}</text>'
     yield f'<text class="faint small" x="12" y="{_n(y + 25)}">computes {busy} %</text>'
+    for wait in waits:
+        yield from _idle(wait, y, scale)
     for name, top in group.tops.items():
         if name != "compute":
             text = f'x="{LEFT - 6}" y="{_n(top + LANES[name] - 2)}"'
             yield f'<text class="faint small end" {text}>{name}</text>'
-    for wait in waits:
-        if wait.device == group.device and scale.shows(wait.start_ns, wait.end_ns):
-            yield from _idle(wait, y, scale)
-    for name, top in group.tops.items():
-        lane = [s for s in spans.get((group.device, name), ()) if scale.shows(s.start_ns, s.end_ns)]
-        yield from _lane(lane, top, LANES[name], scale)
+        yield from _lane(lanes.get((group.device, name), []), top, LANES[name], scale)
 
 
 def _idle(wait: Wait, y: float, scale: Scale) -> Iterator[str]:
