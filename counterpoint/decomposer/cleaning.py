@@ -9,7 +9,16 @@ from torch import SymInt, Tensor, fx
 
 from counterpoint.core.errors import ModelError
 from counterpoint.decomposer.chain import Extent
-from counterpoint.decomposer.nodes import BATCH_SIZE, aliased, argument, linear, op_name, subgraphs, written
+from counterpoint.decomposer.nodes import (
+    BATCH_SIZE,
+    aliased,
+    argument,
+    linear,
+    op_name,
+    subgraphs,
+    written,
+    written_placeholders,
+)
 from counterpoint.decomposer.tracing import Trace
 
 _CHECKS = frozenset(
@@ -110,7 +119,7 @@ def _computed(extent: Extent, batch_size: fx.Node, after: fx.Node, value: SymInt
 
 def _refuse_written(graph: fx.Graph, trace: Trace) -> None:
     for node in graph.nodes:
-        for target in written(node):
+        for target in written_placeholders(node):
             if target.name in trace.parameters:
                 raise ModelError(
                     f"the model changes its parameter {trace.parameters[target.name]!r} in forward ({op_name(node)}): "
@@ -120,7 +129,7 @@ def _refuse_written(graph: fx.Graph, trace: Trace) -> None:
 
 def _copy_written_batch(graph: fx.Graph, trace: Trace) -> None:
     """A model may write to its batch: it writes to a copy instead."""
-    targets = dict.fromkeys(t for node in graph.nodes for t in written(node) if t.name in trace.batch)
+    targets = dict.fromkeys(t for node in graph.nodes for t in written_placeholders(node) if t.name in trace.batch)
     last = [node for node in graph.nodes if node.op == "placeholder"][-1]
     for target in targets:
         with graph.inserting_after(last):

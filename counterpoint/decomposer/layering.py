@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, fx, nn
 
 from counterpoint.decomposer.chain import Extent
-from counterpoint.decomposer.nodes import BATCH_SIZE, extents, written
+from counterpoint.decomposer.nodes import BATCH_SIZE, extents, written_placeholders
 from counterpoint.decomposer.tracing import Trace
 
 Code = dict[str, fx.GraphModule]
@@ -114,7 +114,7 @@ def body(
         for name, module in inner.items():
             setattr(root, name, module)
         code[text] = fx.GraphModule(root, graph)
-    targets = [target for node in part.nodes for target in written(node)]
+    targets = [target for node in part.nodes for target in written_placeholders(node)]
     return GraphBody(
         code[text],
         tuple(names[trace.parameters[node.name]] for node in part.parameters),

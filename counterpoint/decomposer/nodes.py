@@ -162,6 +162,18 @@ def aliased(node: fx.Node) -> Iterator[fx.Node]:
                 yield from _nodes(argument(node, declared.name))
 
 
+def written_placeholders(node: fx.Node) -> list[fx.Node]:
+    """The placeholders whose memory this node changes, directly or through views of them."""
+    found = dict.fromkeys(written(node))
+    stack = list(found)
+    while stack:
+        for source in aliased(stack.pop()):
+            if source not in found:
+                found[source] = None
+                stack.append(source)
+    return [target for target in found if target.op == "placeholder"]
+
+
 def subgraphs(node: fx.Node) -> Iterator[fx.Graph]:
     """The graphs a higher-order op runs, such as the body of `with torch.no_grad()`."""
     for source in node.all_input_nodes:

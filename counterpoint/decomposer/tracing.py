@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 from torch._guards import TracingContext, tracing
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.export.graph_signature import InputKind
 
 from counterpoint.core.errors import ModelError
@@ -91,10 +91,10 @@ def _read(exported: torch.export.ExportedProgram, call: Call) -> Trace:
         kinds[spec.kind][spec.arg.name] = (spec.target or "").removeprefix(_PREFIX)
     constants = {name: exported.constants[_target(exported, name)] for name in kinds[InputKind.CONSTANT_TENSOR]}
     for name, constant in constants.items():
-        if not isinstance(constant, Tensor) or constant.is_meta:
+        if isinstance(constant, FakeTensor) or constant.is_meta:
             raise ModelError(
-                f"the model uses a tensor on the meta device that is neither parameter nor buffer ({name}): "
-                f"register it as a buffer, or create it in forward"
+                f"the model uses a tensor that a trace cannot follow ({name.removeprefix('c_model_')}): one reached "
+                f"through .data, or on the meta device without being a buffer; use detach(), or register_buffer()"
             )
     batch = dict(zip(kinds[InputKind.USER_INPUT], call.names, strict=True))
     return Trace(exported.graph_module, kinds[InputKind.PARAMETER], kinds[InputKind.BUFFER], constants, batch)

@@ -93,16 +93,21 @@ class Counting(nn.Module):
 
 
 class InPlace(nn.Module):
-    """Writes to its input, to views and to slices."""
+    """Writes to its input, to views and to slices, of a buffer too; reads one number back."""
+
+    history: Tensor
 
     def __init__(self) -> None:
         super().__init__()
+        self.register_buffer("history", torch.zeros(3))
         self.first = nn.Linear(WIDTH, WIDTH)
         self.second = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
         x *= 2
-        x = self.first(x).relu_()
+        x[:, 0] = 1
+        self.history[1] = x.mean()
+        x = self.first(x).relu_() * x.sum().item()
         y = x.clone()
         y[:, ::2] = 0
         y.view(-1).add_(1)
