@@ -1,8 +1,10 @@
 """Plan -> Program: one file per algorithm; `write_program` picks it and adds the transfers between devices."""
 
+from counterpoint.core.costs import Costs
 from counterpoint.core.outline import Outline
 from counterpoint.core.plan import Plan
 from counterpoint.core.program import Program
+from counterpoint.passes.ranks import equal_layers
 from counterpoint.passes.transfers import transfers
 from counterpoint.schedules import flush, gpipe, harmony, harmony_pp, model_parallel, plain, two_bw
 
@@ -17,6 +19,10 @@ _WRITERS = {
 }
 
 
-def write_program(plan: Plan, outline: Outline) -> Program:
-    """The compute order of every device with its sends and receives; loads, evicts and drops are yet to come."""
-    return transfers(_WRITERS[plan.schedule](plan, outline))
+def write_program(plan: Plan, outline: Outline, costs: Costs | None = None) -> Program:
+    """The compute order of every device with its sends and receives; loads, evicts and drops are yet to come.
+
+    With costs, receives are placed by how long computations really take.
+    """
+    duration = equal_layers if costs is None else costs.duration_ns
+    return transfers(_WRITERS[plan.schedule](plan, outline), duration)

@@ -1,4 +1,4 @@
-"""Where sends and receives stand: beside their producers, ahead of their consumers, in one order per pair."""
+"""Where sends and receives stand: after their producers, in one order per pair and one common to all devices."""
 
 import pytest
 
@@ -7,6 +7,7 @@ from counterpoint.core.notation import dump_task
 from counterpoint.core.outline import Outline, Value, chain_outline
 from counterpoint.core.plan import Pack, Plan, equal_packs
 from counterpoint.core.program import Program
+from counterpoint.core.task import Forward
 from counterpoint.core.text import parse
 from counterpoint.passes.transfers import transfers
 from counterpoint.schedules import gpipe, harmony_pp, two_bw
@@ -31,14 +32,15 @@ def test_one_device_needs_none() -> None:
     assert transfers(program) == program
 
 
-def test_receives_are_posted_one_computation_ahead() -> None:
+def test_receives_stand_where_their_producers_end() -> None:
+    """The second gradient comes while the first is used; neither stands before a forward that it depends on."""
     program = transfers(gpipe.write(plan("gpipe", 2, 2, 2, equal_packs(2, 1)), chain_outline(2)))
     assert lines(program, 0) == [
         "F0.m0@0 stashes=0",
         "S a0.m0 >1",
-        "R d0.m0 <1",
         "F0.m1@0 stashes=0",
         "S a0.m1 >1",
+        "R d0.m0 <1",
         "R d0.m1 <1",
         "B0.m0@0/0",
         "B0.m1@0/0",
@@ -62,7 +64,7 @@ def test_gradients_of_a_value_with_several_consumers_hop_down_the_chain() -> Non
     program = transfers(gpipe.write(plan("gpipe", 4, 1, 4, equal_packs(4, 1)), outline))
     moved = [[line for line in lines(program, device) if line[:2] in ("S ", "R ")] for device in range(4)]
     assert moved == [
-        ["R d0.m0 <1", "S a0.m0 >1", "S a0.m0 >3"],
+        ["S a0.m0 >1", "S a0.m0 >3", "R d0.m0 <1"],
         ["R a0.m0 <0", "R d0.m0 <3", "S d0.m0 >0"],
         [],
         ["R a0.m0 <0", "S d0.m0 >1"],
@@ -124,3 +126,15 @@ def test_orders_that_deadlock_are_refused() -> None:
     )
     with pytest.raises(ProgramError, match="9 of 10 tasks wait for one another"):
         transfers(program)
+
+
+def test_durations_move_receives() -> None:
+    """Where the second stage is slow, its next input is ready long before it is needed, and comes in meanwhile."""
+    written = gpipe.write(plan("gpipe", 2, 3, 2, equal_packs(2, 1)), chain_outline(2))
+    slow = transfers(written, lambda task: 100 if isinstance(task, Forward) and task.first == 1 else 1)
+    assert [line.split(" stashes")[0] for line in lines(slow, 1)][:4] == [
+        "R a0.m0 <0",
+        "R a0.m1 <0",
+        "R a0.m2 <0",
+        "F1.m0@0",
+    ]
