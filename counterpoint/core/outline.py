@@ -39,7 +39,7 @@ class Outline:
             _refuse_bad_value(index, value, len(self.layers))
         for index, layer in enumerate(self.layers):
             for other in layer.tied:
-                if not 0 <= other < index or not self.layers[other].has_weights:
+                if not 0 <= other < index or not (self.layers[other].has_weights or self.layers[other].has_constants):
                     raise ValueError(f"layer {index} is tied to layer {other}, which is no earlier layer with weights")
 
     def __hash__(self) -> int:
@@ -60,6 +60,10 @@ class Outline:
     def weights(self, first: int, last: int) -> tuple[int, ...]:
         """Layers whose trainable weights layers `first` to `last` use, their own and tied ones."""
         return self._remembered("weights", first, last, _weights)
+
+    def constants(self, first: int, last: int) -> tuple[int, ...]:
+        """Layers whose constants layers `first` to `last` use, their own and tied ones."""
+        return self._remembered("constants", first, last, _constants)
 
     @cached_property
     def _memory(self) -> dict[tuple[str, int, int], tuple[int, ...]]:
@@ -99,10 +103,16 @@ def _outputs(outline: Outline, first: int, last: int) -> tuple[int, ...]:
 
 
 def _weights(outline: Outline, first: int, last: int) -> tuple[int, ...]:
+    return tuple(layer for layer in _used(outline, first, last) if outline.layers[layer].has_weights)
+
+
+def _constants(outline: Outline, first: int, last: int) -> tuple[int, ...]:
+    return tuple(layer for layer in _used(outline, first, last) if outline.layers[layer].has_constants)
+
+
+def _used(outline: Outline, first: int, last: int) -> tuple[int, ...]:
     layers = range(first, last + 1)
-    own = [layer for layer in layers if outline.layers[layer].has_weights]
-    tied = [other for layer in layers for other in outline.layers[layer].tied]
-    return _unique(own + tied)
+    return _unique([*layers, *(other for layer in layers for other in outline.layers[layer].tied)])
 
 
 def _unique(items: Iterable[int]) -> tuple[int, ...]:

@@ -83,7 +83,7 @@ def unroll(program: Program, device: int, steps: int) -> Iterator[Task]:
 
 def _weights(outline: Outline, first: int, last: int, version: int) -> list[Buffer]:
     buffers = [weight(layer, version) for layer in outline.weights(first, last)]
-    buffers += [constant(i) for i in range(first, last + 1) if outline.layers[i].has_constants]
+    buffers += [constant(layer) for layer in outline.constants(first, last)]
     return buffers
 
 

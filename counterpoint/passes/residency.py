@@ -163,6 +163,18 @@ class _DevicePlacer:
             writes_clean=writes_clean,
         )
 
+    def _left_at_home(self, start: dict[Buffer, bool]) -> list[Buffer]:
+        """What the epilogue touches of an earlier body's making that is not on the device when it begins."""
+        touched = dict.fromkeys(
+            buffer for task in self.part.epilogue for buffer in device_writes(task, self.program.outline)
+        )
+        return [buffer for buffer in touched if buffer not in start and self._born_before(buffer)]
+
+    def _born_before(self, buffer: Buffer) -> bool:
+        base, ahead = canonical(buffer, self.m)
+        life = self.lives.get(base)
+        return life is not None and life.touches[0].time + ahead * len(self.part.body) < 0
+
     def _is_shared(self, buffer: Buffer) -> bool:
         life = self.lives.get(canonical(buffer, self.m)[0])
         return life is not None and life.shared
@@ -177,6 +189,7 @@ class _DevicePlacer:
         prologue = tuple(walk.out)
         walk = self._walk(list(self.part.epilogue), last, look_ahead, writes_clean)
         walk.enter((buffer, not at_home) for buffer, at_home in placed.start.items())
+        walk.away.update(self._left_at_home(placed.start))
         for index, task in enumerate(self.part.epilogue):
             walk.run(index, task)
         walk.finish(lambda buffer: _persists(buffer, last))
