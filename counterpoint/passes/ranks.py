@@ -4,7 +4,7 @@ from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Sequence
 
 from counterpoint.core.errors import ProgramError
-from counterpoint.core.task import AllReduce, Backward, Clip, Forward, Norm, Task, Update
+from counterpoint.core.task import AllReduce, Backward, Clip, Forward, Task
 
 Spot = tuple[int, int]
 """A task by its device and its index there."""
@@ -45,26 +45,23 @@ _Waits = defaultdict[int, list[tuple[int, int]]]
 
 
 def _graph(section: Sequence[Sequence[Task]]) -> tuple[list[list[int]], _Waits]:
-    """A node per task, one for all sides of a collective; and what each node waits for on its own device."""
+    """A node per task, one for all sides of a collective, waiting for the node before it on each of its devices.
+
+    Lanes would let a computation overtake a collective, but what waits for memory may have to wait for it too.
+    """
     waits: _Waits = defaultdict(list)
     met: dict[Task, int] = {}
     nodes: list[list[int]] = []
     count = 0
     for tasks in section:
         row: list[int] = []
-        computed: list[tuple[int, int]] = []
-        gathered: list[tuple[int, int]] = []
+        before: list[tuple[int, int]] = []
         for task in tasks:
             node = met.setdefault(task, count) if isinstance(task, (AllReduce, Clip)) else count
             count += 1
             row.append(node)
-            waits[node] += computed
-            if isinstance(task, (AllReduce, Clip, Norm, Update)):
-                waits[node] += gathered
-            if isinstance(task, (AllReduce, Clip)):
-                gathered = [(node, 0)]
-            else:
-                computed = [(node, 0)]
+            waits[node] += before
+            before = [(node, 0)]
         nodes.append(row)
     return nodes, waits
 

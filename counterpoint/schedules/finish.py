@@ -15,7 +15,7 @@ def settle(place: Place, pack: Backward) -> list[Task]:
 
 def close(place: Place, step: int) -> list[Task]:
     """What is left when every pack is settled: tied layers, and with clipping all updates."""
-    tasks = _reduce_shared(place, step)
+    tasks = reduce_shared(place, step)
     if place.plan.clipping:
         return tasks + _norm_rest(place, step) + update_all(place, step)
     return tasks + [_update(place, item.layer, item.layer, step) for item in reversed(place.shared) if item.updates]
@@ -27,9 +27,13 @@ def reduce_pack(place: Place, pack: Backward) -> list[Task]:
     return [AllReduce(first, last, pack.step, place.replicas) for first, last in _spans(place, pack)]
 
 
-def reduce_all(place: Place, step: int) -> list[Task]:
-    """Every all-reduce of the place: for schedules that delay the rest."""
-    return [task for pack in _packs(place, step) for task in reduce_pack(place, pack)] + _reduce_shared(place, step)
+def reduce_packs(place: Place, step: int) -> list[Task]:
+    """The all-reduces of all packs at once: for schedules that delay the rest."""
+    return [task for pack in _packs(place, step) for task in reduce_pack(place, pack)]
+
+
+def reduce_shared(place: Place, step: int) -> list[Task]:
+    return [AllReduce(item.layer, item.layer, step, item.peers) for item in place.shared]
 
 
 def norm_all(place: Place, step: int) -> list[Task]:
@@ -44,10 +48,6 @@ def update_all(place: Place, step: int) -> list[Task]:
     spans += [(item.layer, item.layer) for item in place.shared if item.updates]
     updates: list[Task] = [_update(place, first, last, step) for first, last in sorted(spans)]
     return [Clip(step, place.pipeline), *updates] if _clips(place) else updates
-
-
-def _reduce_shared(place: Place, step: int) -> list[Task]:
-    return [AllReduce(item.layer, item.layer, step, item.peers) for item in place.shared]
 
 
 def _norm_pack(place: Place, pack: Backward) -> list[Task]:

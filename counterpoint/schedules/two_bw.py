@@ -22,7 +22,7 @@ from counterpoint.core.outline import Outline
 from counterpoint.core.plan import Plan
 from counterpoint.core.program import DeviceProgram, Program
 from counterpoint.core.task import Task
-from counterpoint.schedules.finish import norm_all, reduce_all, settle, update_all
+from counterpoint.schedules.finish import norm_all, reduce_packs, reduce_shared, settle, update_all
 from counterpoint.schedules.pieces import backwards, common_units, forwards
 from counterpoint.schedules.places import Place, stage_places
 
@@ -34,8 +34,9 @@ def write(plan: Plan, outline: Outline) -> Program:
     waits = plan.clipping or plan.num_replicas > 1 or any(place.shared for place in places)
     devices = []
     for place in places:
-        ahead = len(plan.stages) - 1 - place.device // plan.num_replicas
-        devices.append(_delayed(place, units, ahead) if waits else _at_once(place, units, ahead))
+        stage = place.device // plan.num_replicas
+        ahead = len(plan.stages) - 1 - stage
+        devices.append(_delayed(place, units, ahead, stage) if waits else _at_once(place, units, ahead))
     return Program(outline, plan.num_microbatches * plan.num_replicas, tuple(devices), epilogue_steps=1)
 
 
@@ -59,18 +60,23 @@ def _at_once(place: Place, units: int, ahead: int) -> DeviceProgram:
     return DeviceProgram(fill, tuple(body), tuple(drain))
 
 
-def _delayed(place: Place, units: int, ahead: int) -> DeviceProgram:
-    """The update of a step comes as late as its weights allow; its all-reduce begins `units - ahead` pairs before."""
+def _delayed(place: Place, units: int, ahead: int, stage: int) -> DeviceProgram:
+    """The update of a step comes as late as its weights allow, `units - ahead` pairs after the last gradient.
+
+    Tied layers are reduced `stage` pairs after it: that is when stage 0 has its last gradient too, or later.
+    """
     offset = units - ahead
+    reduced, shared = reduce_packs(place, 0), reduce_shared(place, 0)
+    exchanged = units + (stage if shared else 0)
+    normed = max(exchanged, units + (offset // 2 if reduced or shared else 0))
+    norms, finish = norm_all(place, 0), update_all(place, 0)
     fill = [task for unit in range(ahead) for task in forwards(place, unit)] + _pairs(place, range(offset), ahead)
-    reduced = reduce_all(place, 0)
-    overlap = offset // 2 if reduced else 0
-    finish = update_all(place, 0)
     body = _pairs(place, range(offset, units), ahead) + reduced
-    body += _pairs(place, range(units, units + overlap), ahead) + norm_all(place, 0)
-    body += _pairs(place, range(units + overlap, units + offset), ahead) + finish
+    body += _pairs(place, range(units, exchanged), ahead) + shared
+    body += _pairs(place, range(exchanged, normed), ahead) + norms
+    body += _pairs(place, range(normed, units + offset), ahead) + finish
     drain = [task for unit in range(offset, units) for task in backwards(place, unit)]
-    return DeviceProgram(tuple(fill), tuple(body), (*drain, *reduced, *norm_all(place, 0), *finish))
+    return DeviceProgram(tuple(fill), tuple(body), (*drain, *reduced, *shared, *norms, *finish))
 
 
 def _pairs(place: Place, backward_units: range, ahead: int) -> list[Task]:

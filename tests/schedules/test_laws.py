@@ -127,18 +127,19 @@ def test_no_deadlock_when_everything_is_dropped_at_once(case: tuple[Plan, Outlin
 
 
 def _tight(tasks: list[Task], outline: Outline) -> list[Task]:
-    """What is received goes home until it is used, and all is dropped after its last use before it is received anew."""
+    """What is received or reduced goes home until it is used; all is dropped after its last use."""
     swapped: list[Task] = []
     away: set[Buffer] = set()
     for task in tasks:
-        for buffer in dict.fromkeys(_values(task, outline)):
+        for buffer in dict.fromkeys(_passing(task, outline)):
             if buffer in away and not isinstance(task, Receive):
                 swapped.append(Load(buffer, "host"))
                 away.remove(buffer)
         swapped.append(task)
-        if isinstance(task, Receive):
-            swapped += [Evict(task.buffer, "host"), Drop(task.buffer)]
-            away.add(task.buffer)
+        if isinstance(task, (Receive, AllReduce)):
+            for buffer in writes(task, outline):
+                swapped += [Evict(buffer, "host"), Drop(buffer)]
+                away.add(buffer)
     return _dropped(swapped, outline)
 
 
@@ -147,15 +148,18 @@ def _dropped(tasks: list[Task], outline: Outline) -> list[Task]:
     result: list[Task] = []
     for task in reversed(tasks):
         if not isinstance(task, Drop):
-            touched = dict.fromkeys(_values(task, outline))
+            touched = dict.fromkeys(_passing(task, outline))
             result += [Drop(b) for b in touched if not following.get(b, False)]
             following |= {buffer: not isinstance(task, (Receive, Load)) for buffer in touched}
             result.append(task)
     return result[::-1]
 
 
-def _values(task: Task, outline: Outline) -> list[Buffer]:
-    return [b for b in reads(task, outline) + writes(task, outline) if b.kind.startswith("activation")]
+def _passing(task: Task, outline: Outline) -> list[Buffer]:
+    if isinstance(task, Update) and task.host:
+        return []
+    kinds = ("activation", "activation_grad", "grad")
+    return [buffer for buffer in reads(task, outline) + writes(task, outline) if buffer.kind in kinds]
 
 
 @settings(max_examples=100, deadline=None)
