@@ -23,7 +23,8 @@ ALLOWED = {
     "runtime": {"core", "decomposer", "runtime"},
     "profiler": {"core", "decomposer", "runtime", "profiler"},
     "trainer": {*ABOVE, *BELOW},
-    "cli": {*ABOVE, *BELOW, "cli", ""},
+    "job": {*ABOVE, *BELOW, "job", ""},
+    "cli": {*ABOVE, *BELOW, "job", "cli", ""},
     "": {*ABOVE, *BELOW},
 }
 
