@@ -1,9 +1,9 @@
 """A clean graph -> segments, cut where few bytes are live.
 
-Every segment is built around at least one heavy node (a product or a lookup). Between two heavy nodes in a row the best
-place to cut is the one with the fewest live bytes, so that there is one candidate per gap. A candidate is dropped when
-it lies on a hill: when a layer of moderate size could lead from a much lower candidate before it to a much lower one
-after it. What remains are the valleys: the residual stream of a transformer, the ends of residual units.
+Every segment is built around at least one heavy node: a product with parameters, or a lookup in them. Between two
+heavy nodes in a row the best place to cut is the one with the fewest live bytes, so that there is one candidate per
+gap. A candidate is dropped when it lies on a hill: when a layer of moderate size could lead from a much lower candidate
+before it to a much lower one after it. What remains are the valleys: the residual stream, the ends of residual units.
 
 Bytes are counted per sample, so that the cuts do not depend on the batch size of the example.
 """
@@ -77,9 +77,22 @@ def _spine(graph: fx.Graph, trace: Trace, duplicates: frozenset[fx.Node]) -> Spi
         nodes,
         tuple(accumulate((work(node) for node in nodes), initial=0)),
         tuple(accumulate((_parameter_bytes(node, trace) for node in nodes), initial=0)),
-        tuple(position for position, node in enumerate(nodes) if is_heavy(node)),
+        _heavy(nodes, trace),
         _unbreakable(graph, nodes),
     )
+
+
+def _heavy(nodes: Sequence[fx.Node], trace: Trace) -> tuple[int, ...]:
+    """Positions of products and lookups that read a parameter, or what is computed from parameters alone."""
+    derived: set[fx.Node] = set()
+    found: list[int] = []
+    for position, node in enumerate(nodes):
+        weights = [source in derived or source.name in trace.parameters for source in node.all_input_nodes]
+        if weights and all(weights):
+            derived.add(node)
+        elif any(weights) and is_heavy(node):
+            found.append(position)
+    return tuple(found)
 
 
 def _parameter_bytes(node: fx.Node, trace: Trace) -> int:
@@ -128,17 +141,16 @@ def _cuts(spine: Spine) -> dict[int, Cut]:
     """All places to cut: nowhere that something live is no tensor, or of a size that depends on data."""
     order = {node: position for position, node in enumerate(spine.nodes)}
     last_use = {node: max((order[u] for u in node.users if u in order), default=-1) for node in spine.nodes}
+    loose = {node for node in spine.nodes if extents(node.meta.get("val")) is None}
+    fixed = {node: num_bytes(node, 1) for node in spine.nodes}
+    per_sample = {node: num_bytes(node, 2) - fixed[node] for node in spine.nodes}
     cuts: dict[int, Cut] = {}
     live: list[fx.Node] = []
     for position, node in enumerate(spine.nodes):
         live = [other for other in (*live, node) if last_use[other] > position]
-        if position not in spine.unbreakable and all(extents(n.meta.get("val")) is not None for n in live):
-            sizes = {other: num_bytes(other, 2) - num_bytes(other, 1) for other in live}
-            cuts[position] = Cut(
-                position,
-                {other: size for other, size in sizes.items() if size},
-                sum(num_bytes(other, 1) for other, size in sizes.items() if not size),
-            )
+        if position not in spine.unbreakable and loose.isdisjoint(live):
+            growing = {other: per_sample[other] for other in live if per_sample[other]}
+            cuts[position] = Cut(position, growing, sum(fixed[other] for other in live if not per_sample[other]))
     return cuts
 
 

@@ -101,12 +101,10 @@ def work(node: fx.Node, batch_size: int = NOMINAL_BATCH_SIZE) -> float:
 
 
 def is_heavy(node: fx.Node) -> bool:
-    """Whether a layer may be built around this node: products, lookups, and ops outside ATen that read a parameter."""
+    """Whether a layer may be built around this node, if it reads parameters: products, lookups, ops outside ATen."""
     if not isinstance(node.target, torch._ops.OpOverload):
         return False
-    if node.target.namespace != "aten":
-        return any(source.op == "placeholder" for source in node.all_input_nodes)
-    return op_name(node) in _PRODUCTS or is_lookup(node)
+    return node.target.namespace != "aten" or op_name(node) in _PRODUCTS or is_lookup(node)
 
 
 def is_lookup(node: fx.Node) -> bool:

@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from counterpoint.decomposer import Chain
+from counterpoint.decomposer import Chain, layer_seed
 
 Gradients = dict[str, Tensor | None]
 
@@ -51,7 +51,9 @@ def _run_at_once(chain: Chain, model: nn.Module, batch: Mapping[str, Tensor]) ->
     return loss, mutated
 
 
-def _run_by_layer(chain: Chain, model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+def _run_by_layer(
+    chain: Chain, model: nn.Module, batch: Mapping[str, Tensor], seed: int = 0
+) -> tuple[Tensor, dict[str, Tensor]]:
     """Each layer in its own autograd graph: forward in order, backward in reverse, gradients handed over by value."""
     parameters, buffers = dict(model.named_parameters()), dict(model.named_buffers())
     values = chain.bind(batch)
@@ -59,6 +61,7 @@ def _run_by_layer(chain: Chain, model: nn.Module, batch: Mapping[str, Tensor]) -
     tape = []
     for layer in chain.layers:
         leaves = [values[i].detach().requires_grad_(chain.values[i].needs_grad) for i in layer.inputs]
+        torch.manual_seed(layer_seed(seed, 0, 0, layer.index))
         outputs, changed = layer.run(parameters, buffers | mutated, leaves)
         mutated |= changed
         values.update(zip(layer.outputs, outputs, strict=True))

@@ -133,7 +133,7 @@ def test_parameter_written_in_forward_is_refused() -> None:
 
 def test_tensor_behind_data_is_refused() -> None:
     model = Scalar(torch.sum)
-    model.tail = lambda x: (x * model.linear.weight.data).sum()
+    model.tail = lambda x: (x @ model.linear.weight.data).sum()
     with pytest.raises(ModelError, match=r"through .data"):
         decompose(model, torch.zeros(4, 4))
 

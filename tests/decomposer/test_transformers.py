@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 
+import peft
 import pytest
 import torch
 import transformers
@@ -144,4 +145,103 @@ def test_same_as_plain(name: str, check_same: Callable[..., None]) -> None:
     chain = decompose(model, make_batch(3))
     for batch_size in (3, 5, 1):
         batch = make_batch(batch_size)
+        check_same(chain, model, batch, lambda plain, batch=batch: plain(**batch).loss)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "mixtral", "t5"])
+def test_model_on_meta_gives_the_same_chain(name: str) -> None:
+    build, make_batch = MODELS[name]
+    batch = make_batch(2)
+    with torch.device("meta"):
+        on_meta = build()
+    real, meta = decompose(build(), batch), decompose(on_meta, batch)
+    assert (meta.layers, meta.values, meta.parameters) == (real.layers, real.values, real.parameters)
+    assert all(parameter.is_meta for parameter in on_meta.parameters())
+    constants = [constant for layer in meta.layers for constant in layer.body.constants]
+    assert not any(constant.is_meta for constant in constants)
+
+
+def test_gpt2_is_cut_into_half_blocks() -> None:
+    config = transformers.GPT2Config(
+        n_layer=12, n_embd=24, n_head=2, vocab_size=200, n_positions=LENGTH, bos_token_id=0
+    )
+    config.eos_token_id, config.loss_type = 0, "ForCausalLM"
+    with torch.device("meta"):
+        model = transformers.GPT2LMHeadModel(config)
+    chain = decompose(model, causal(2))
+    names = [layer.name for layer in chain.layers]
+    assert names[1:-1] == [f"transformer.h.{block}.{half}" for block in range(12) for half in ("attn", "mlp")]
+    assert names[-1] == "lm_head"
+    assert chain.layers[-1].tied == ("transformer.wte.weight",)
+    assert chain.aliases == {"lm_head.weight": "transformer.wte.weight"}
+    assert len({layer.signature for layer in chain.layers}) == 5  # the last mlp has the final norm
+    assert len({id(layer.body.module) for layer in chain.layers}) == 5
+    assert all(layer.random for layer in chain.layers[:-1])
+    assert not chain.layers[-1].random
+    between = [value for value in chain.values if value.producer >= 0 and value.index != chain.loss]
+    assert [value.consumers for value in between] == [(value.producer + 1,) for value in between]
+
+
+def test_masks_and_rotary_tables_are_not_carried() -> None:
+    chain = decompose(llama(), padded(2))
+    carried = [value for value in chain.values if value.producer >= 0]
+    assert all(len(value.consumers) <= 1 for value in carried)
+    mask = chain.values[chain.batch["attention_mask"]]
+    assert [chain.layers[layer].name for layer in mask.consumers] == [f"model.layers.{i}.self_attn" for i in range(2)]
+
+
+def test_encoder_output_is_carried_to_each_decoder_block() -> None:
+    chain = decompose(t5(), padded(2))
+    carried = max((value for value in chain.values if value.producer >= 0), key=lambda value: len(value.consumers))
+    assert ["EncDecAttention" in chain.layers[layer].name for layer in carried.consumers] == [True, True]
+    assert chain.layers[carried.consumers[0]].inputs.count(carried.index) == 2  # keys and values
+
+
+def test_router_logits_go_to_the_loss() -> None:
+    chain = decompose(mixtral(), causal(2))
+    last = len(chain.layers) - 1
+    logits = [value for value in chain.values if value.consumers == (last,) and 0 <= value.producer < last - 1]
+    assert [value.shape_at(2) for value in logits] == [(2 * LENGTH, 4)]
+
+
+def test_dropout_repeats_with_its_seed(run_by_layer: Callable[..., tuple[Tensor, dict[str, Tensor]]]) -> None:
+    model = gpt2(resid_pdrop=0.1, embd_pdrop=0.1, attn_pdrop=0.1)
+    batch = causal(3)
+    chain = decompose(model, batch)
+    assert sum(layer.random for layer in chain.layers) == len(chain.layers) - 1
+
+    def run(seed: int) -> tuple[Tensor, list[Tensor]]:
+        model.zero_grad()
+        loss, _ = run_by_layer(chain, model, batch, seed)
+        return loss, [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
+
+    first, again, other = run(1), run(1), run(2)
+    assert torch.equal(first[0], again[0])
+    assert all(torch.equal(a, b) for a, b in zip(first[1], again[1], strict=True))
+    assert not torch.equal(first[0], other[0])
+
+
+@pytest.mark.parametrize("name", ["gpt2", "qwen2", "mixtral"])
+def test_same_as_plain_under_autocast(name: str, check_same: Callable[..., None]) -> None:
+    """The chain is made under the autocast it will run under: models look at dtypes."""
+    build, make_batch = MODELS[name]
+    model, batch = build().train(), make_batch(2)
+    with torch.autocast("cpu", torch.float16):
+        chain = decompose(model, batch)
+        check_same(chain, model, batch, lambda plain: plain(**batch).loss)
+
+
+def test_lora(check_same: Callable[..., None]) -> None:
+    options = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.0, task_type="CAUSAL_LM")
+    model = peft.get_peft_model(llama(), options).train()
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(parameter)  # zeros would hide mistakes
+    chain = decompose(model, causal(3))
+    trained = [name for name, spec in chain.parameters.items() if spec.requires_grad]
+    assert len(trained) == 8
+    assert all("lora" in name for name in trained)
+    assert not chain.values[chain.layers[0].outputs[0]].needs_grad
+    for batch_size in (3, 1):
+        batch = causal(batch_size)
         check_same(chain, model, batch, lambda plain, batch=batch: plain(**batch).loss)
