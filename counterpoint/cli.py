@@ -8,14 +8,19 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from counterpoint.core.errors import CounterpointError
+from counterpoint import viewer
+from counterpoint.core.errors import BudgetError, CounterpointError
 from counterpoint.core.files import to_json
-from counterpoint.core.machine import Machine
 from counterpoint.core.plan import POLICIES, SCHEDULES
 from counterpoint.core.program import Program
 from counterpoint.core.text import dump, grid
 from counterpoint.core.timeline import Timeline
 from counterpoint.core.units import parse_bytes
+from counterpoint.planner import catalog
+from counterpoint.planner.defaults import Wishes, default_plan
+from counterpoint.planner.forecast import Forecast, forecast, run
+from counterpoint.planner.forecast_text import describe, plan_text
+from counterpoint.planner.machines import MACHINES, usual_precision, with_budget
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,13 +40,19 @@ def main(arguments: Sequence[str] | None = None) -> int:
         code: int = options.run(options)
         sys.stdout.flush()
         return code
+    except BudgetError as error:
+        return _refuse("; ".join(str(error).splitlines()))
     except (CounterpointError, ValueError) as error:
-        print(f"counterpoint: error: {error}", file=sys.stderr)
-        return 2
+        return _refuse(str(error))
     except OSError as error:
         return _refuse_io(error)
     except KeyboardInterrupt:
         return 130
+
+
+def _refuse(text: str) -> int:
+    print(f"counterpoint: error: {text}", file=sys.stderr)
+    return 2
 
 
 def _refuse_io(error: OSError) -> int:
@@ -49,8 +60,7 @@ def _refuse_io(error: OSError) -> int:
         # Python flushes stdout again at exit; a closed reader must not turn that into a traceback.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
-    print(f"counterpoint: error: {error.filename or ''}: {error.strerror or error}", file=sys.stderr)
-    return 2
+    return _refuse(f"{error.filename or 'input or output'}: {error.strerror or error}")
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -82,7 +92,7 @@ def _simulate_arguments(parser: argparse.ArgumentParser) -> None:
     add("--pack", type=_positive, metavar="N", help="layers per pack (default: what leaves room for prefetch)")
     add("--host-update", action="store_true", help="run the optimizer on the host")
     add("--clip", action="store_true", help="clip gradients by their global norm")
-    add("--steps", type=_positive, default=4, metavar="N", help="steps to simulate (default: %(default)s)")
+    add("--steps", type=_positive, default=3, metavar="N", help="steps to simulate (default: %(default)s)")
     add("--grid", action="store_true", help="print the compute order as a grid")
     add("--json", action="store_true", help="print the forecast as JSON")
     add("--svg", type=Path, metavar="FILE", help="draw the timeline")
@@ -92,13 +102,7 @@ def _simulate_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _simulate(options: argparse.Namespace) -> int:
-    """Forecast a training run; needs neither torch nor a device."""
-    from counterpoint.planner import catalog
-    from counterpoint.planner.defaults import Wishes, default_plan
-    from counterpoint.planner.forecast import forecast, run
-    from counterpoint.planner.forecast_text import describe
-    from counterpoint.planner.machines import usual_precision, with_budget
-
+    """Needs neither torch nor a device."""
     if options.list:
         print(_listing())
         return 0
@@ -107,8 +111,17 @@ def _simulate(options: argparse.Namespace) -> int:
     if options.memory:
         machine = with_budget(machine, options.memory)
     profile = catalog.profile(options.model, machine, precision=precision)
-    wishes = Wishes(
-        schedule=options.schedule or ("harmony_pp" if len(machine.devices) > 1 else "harmony"),
+    plan = default_plan(profile, machine, _wishes(options, len(machine.devices)))
+    program, timeline = run(profile, machine, plan, options.steps)
+    found = forecast(profile, machine, plan, program, timeline)
+    print(json.dumps(to_json(found), indent=1) if options.json else describe(found))
+    _write_views(options, found, program, timeline)
+    return 0
+
+
+def _wishes(options: argparse.Namespace, num_devices: int) -> Wishes:
+    return Wishes(
+        schedule=options.schedule or ("harmony_pp" if num_devices > 1 else "harmony"),
         minibatch=options.minibatch,
         microbatch=options.microbatch,
         replicas=options.replicas,
@@ -118,18 +131,9 @@ def _simulate(options: argparse.Namespace) -> int:
         clipping=options.clip,
         residency=options.residency,
     )
-    plan = default_plan(profile, machine, wishes)
-    program, timeline = run(profile, machine, plan, options.steps)
-    found = forecast(profile, machine, plan, program, timeline)
-    print(json.dumps(to_json(found), indent=1) if options.json else describe(found))
-    _write_views(options, program, timeline, machine)
-    return 0
 
 
 def _listing() -> str:
-    from counterpoint.planner import catalog
-    from counterpoint.planner.machines import MACHINES
-
     sections = (("models", catalog.models()), ("machines", MACHINES), ("schedules", _SCHEDULE_TEXTS))
     return "\n\n".join(
         "\n".join((f"{title}:", *(f"  {name:<16}{text}" for name, text in items.items()))) for title, items in sections
@@ -147,11 +151,18 @@ _SCHEDULE_TEXTS = {
 }
 
 
-def _write_views(options: argparse.Namespace, program: Program, timeline: Timeline, machine: Machine) -> None:
+def _write_views(options: argparse.Namespace, found: Forecast, program: Program, timeline: Timeline) -> None:
+    title, budgets = f"{found.model} on {found.machine}, {found.plan.schedule}", program.budgets
     if options.grid:
         print("\n" + grid(program))
     if options.text:
         options.text.write_text(dump(program))
+    if options.svg:
+        options.svg.write_text(viewer.draw(timeline, title, budgets))
+    if options.html:
+        options.html.write_text(viewer.page(timeline, title, budgets, plan_text(found.plan)))
+    if options.trace:
+        options.trace.write_text(viewer.trace(timeline))
 
 
 def _positive(text: str) -> int:

@@ -69,7 +69,13 @@ def placed_program(profile: Profile, machine: Machine, plan: Plan, costs: Costs)
         return program
     budgets = tuple(device.capacity_bytes for device in machine.devices[: plan.num_devices])
     homes = fill_homes(machine, profile, plan.num_devices)
-    return place(program, costs, budgets, homes, policy=plan.residency)
+    return place(program, costs, budgets, homes, policy=plan.residency, pinned=_kept_layers(plan))
+
+
+def _kept_layers(plan: Plan) -> frozenset[int]:
+    """Layers whose saved tensors must stay on the device."""
+    packs = zip(plan.backward_packs, plan.activations, strict=True)
+    return frozenset(i for pack, policy in packs if policy == "keep" for i in range(pack.first, pack.last + 1))
 
 
 def run(profile: Profile, machine: Machine, plan: Plan, steps: int = 4) -> tuple[Program, Timeline]:

@@ -2,7 +2,7 @@
 
 from collections.abc import Iterator
 
-from counterpoint.core.plan import Pack
+from counterpoint.core.plan import Pack, Plan
 from counterpoint.core.units import format_bytes, format_ns
 from counterpoint.planner.forecast import Forecast, TierUse
 
@@ -14,12 +14,13 @@ CAUSE_TEXTS = {
     "start": "pipeline fill and drain",
 }
 _BAR = 30
+_NAME = 28
 _SHOWN_LINKS = 8
 _SHOWN_TIERS = 12
 
 
 def describe(forecast: Forecast) -> str:
-    """Plain text, at most 100 columns."""
+    """Plain text, at most 110 columns."""
     sections = (
         _rows(_model(forecast)), _rows(_speed(forecast)), _rows(_time(forecast)),
         _rows(_links(forecast)), _rows(_tiers(forecast)),
@@ -28,7 +29,7 @@ def describe(forecast: Forecast) -> str:
 
 
 def _rows(rows: Iterator[tuple[str, str]]) -> str:
-    return "\n".join(f"{name:<26}{text}".rstrip() for name, text in rows)
+    return "\n".join(f"{name:<{_NAME}}{text}".rstrip() for name, text in rows)
 
 
 def _model(forecast: Forecast) -> Iterator[tuple[str, str]]:
@@ -38,15 +39,20 @@ def _model(forecast: Forecast) -> Iterator[tuple[str, str]]:
     yield "machine", forecast.machine
     yield (
         "training state",
-        f"{format_bytes(state)} of weights, gradients and optimizer state; "
-        f"devices have {format_bytes(memory)} ({state / memory:.1f} x)",
+        f"{format_bytes(state)} (weights, gradients, optimizer), "
+        f"{state / memory:.2g} x the devices' {format_bytes(memory)}",
     )
-    yield "plan", _batch(forecast)
-    yield "", _cut(forecast)
+    yield "plan", _batch(plan)
+    yield "", _cut(plan)
+    yield "", _memory(plan)
 
 
-def _batch(forecast: Forecast) -> str:
-    plan = forecast.plan
+def plan_text(plan: Plan) -> str:
+    """A plan in one sentence."""
+    return f"{_batch(plan)}; {_cut(plan)}; {_memory(plan)}"
+
+
+def _batch(plan: Plan) -> str:
     replicas = f" on each of {plan.num_replicas} replicas" if plan.num_replicas > 1 else ""
     group = f" in groups of {plan.forward_group} and {plan.backward_group}" if plan.forward_group > 1 else ""
     return (
@@ -55,29 +61,35 @@ def _batch(forecast: Forecast) -> str:
     )
 
 
-def _cut(forecast: Forecast) -> str:
-    plan = forecast.plan
+def _cut(plan: Plan) -> str:
     parts = [f"{len(plan.stages)} stages"] if plan.stages else []
-    parts.append(f"{len(plan.backward_packs)} packs of {_sizes(plan.backward_packs)} layers")
+    parts.append(f"{len(plan.backward_packs)} packs of {_sizes(plan.backward_packs)}")
     if plan.fused:
         parts.append("last fused")
-    parts.append("activations " + "/".join(dict.fromkeys(plan.activations)))
-    parts.append(f"optimizer on the {'host' if plan.host_update else 'device'}{' with clipping' * plan.clipping}")
-    parts.append({"planned": "planned residency", "lru": "lru on demand", "none": "no swapping"}[plan.residency])
     return ", ".join(parts)
+
+
+def _memory(plan: Plan) -> str:
+    return ", ".join(
+        (
+            "activations " + "/".join(dict.fromkeys(plan.activations)),
+            f"optimizer on the {'host' if plan.host_update else 'device'}{' with clipping' * plan.clipping}",
+            {"planned": "planned residency", "lru": "lru on demand", "none": "no swapping"}[plan.residency],
+        )
+    )
 
 
 def _sizes(packs: tuple[Pack, ...]) -> str:
     sizes = sorted(pack.last - pack.first + 1 for pack in packs)
-    return str(sizes[0]) if sizes[0] == sizes[-1] else f"{sizes[0]} to {sizes[-1]}"
+    if sizes[0] < sizes[-1]:
+        return f"{sizes[0]} to {sizes[-1]} layers"
+    return f"{sizes[0]} layer{'s' * (sizes[0] > 1)}"
 
 
 def _speed(forecast: Forecast) -> Iterator[tuple[str, str]]:
     yield "step time", format_ns(forecast.step_ns)
-    yield (
-        "throughput",
-        f"{forecast.samples_per_s:.3g} samples/s" + _tokens(forecast),
-    )
+    rate = forecast.samples_per_s
+    yield "throughput", (f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}") + " samples/s" + _tokens(forecast)
 
 
 def _tokens(forecast: Forecast) -> str:
@@ -100,9 +112,9 @@ def _share(name: str, permille: int) -> tuple[str, str]:
 def _links(forecast: Forecast) -> Iterator[tuple[str, str]]:
     links = sorted(forecast.link_bytes, key=lambda link: -link[1])
     if not links:
-        yield "bytes per step", "none over any link"
+        yield "moved in one step", "nothing"
         return
-    yield "bytes per step", f"({format_bytes(sum(size for _, size in links))} over all links)"
+    yield "moved in one step", ""
     for name, size in links[:_SHOWN_LINKS]:
         yield f"  {name}", f"{format_bytes(size):>9}   {format_bytes(size * 10**9 // forecast.step_ns)}/s on average"
     if len(links) > _SHOWN_LINKS:
