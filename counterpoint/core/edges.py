@@ -40,7 +40,7 @@ class Run:
 def unrolled(program: Program, steps: int) -> Run:
     """Edges follow from reads, writes, lanes and the rule for allocations; see `core/program.py`."""
     run = Run([], [0], [], [], [], [], [])
-    home = _Home()
+    home = HomeWriters()
     for device in range(len(program.devices)):
         _add_device(run, program, device, steps, home)
         run.starts.append(len(run.tasks))
@@ -49,7 +49,7 @@ def unrolled(program: Program, steps: int) -> Run:
     return run
 
 
-class _Home:
+class HomeWriters:
     """Who wrote which home copy: a load prefers its own device's writer, else takes another's.
 
     What the run began with has no writer: weights and states of version 0 and before, and constants.
@@ -76,9 +76,9 @@ class _Home:
             run.predecessors[task] += writers[-1:]
 
 
-def _add_device(run: Run, program: Program, device: int, steps: int, home: _Home) -> None:
+def _add_device(run: Run, program: Program, device: int, steps: int, home: HomeWriters) -> None:
     home.own = {}
-    scan = _Scan(program.outline, home)
+    scan = Scan(program.outline, home)
     for task in unroll(program, device, steps):
         index = len(run.tasks)
         run.tasks.append(task)
@@ -88,10 +88,13 @@ def _add_device(run: Run, program: Program, device: int, steps: int, home: _Home
         run.predecessors.append(scan.add(index, task, name))
 
 
-class _Scan:
-    """Walks one device's list and remembers who wrote and read each device copy last."""
+class Scan:
+    """Walks one device's list and remembers who wrote and read each device copy last.
 
-    def __init__(self, outline: Outline, home: _Home) -> None:
+    `add` takes tasks in list order, with rising indices, and tells for each which ones it waits for.
+    """
+
+    def __init__(self, outline: Outline, home: HomeWriters) -> None:
         self.outline = outline
         self.home = home
         self.writer: dict[Buffer, int] = {}

@@ -138,9 +138,15 @@ class Pool:
 
     def trim(self) -> int:
         """Unmap every free region that no tensor views; the number of bytes given back."""
+        return self.shrink(0)
+
+    def shrink(self, mapped_bytes: int) -> int:
+        """Unmap free regions, longest free first, until no more than so much is mapped; the bytes given back."""
         with self._lock:
             before = self._mapped_bytes
             for region in tuple(self._free):
+                if self._mapped_bytes <= mapped_bytes:
+                    break
                 self._unmap(region)
             return before - self._mapped_bytes
 

@@ -1,0 +1,191 @@
+"""A chain's layers into a profile: each distinct layer is run as the executor runs it, at a few microbatch sizes."""
+
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from counterpoint.core.profile import Curve, LayerCost, Profile, ValueCost
+from counterpoint.decomposer.chain import Chain, Layer
+from counterpoint.profiler.meter import Meter, storage_bytes
+from counterpoint.runtime.frame import Flat, Frame
+from counterpoint.runtime.optimizer import SLICE_ELEMENTS, UpdateRule
+
+
+@dataclass(frozen=True, slots=True)
+class _Sample:
+    """One layer at one microbatch size."""
+
+    forward_ns: int
+    backward_ns: int
+    saved_bytes: int
+    forward_workspace_bytes: int
+    backward_workspace_bytes: int
+
+
+def profile_of(
+    frame: Frame,
+    states: tuple[Flat, ...],
+    rule: UpdateRule,
+    sizes: Sequence[int],
+    name: str,
+    tokens_per_sample: int = 1,
+    autocast: torch.dtype | None = None,
+) -> Profile:
+    """Times and bytes of every layer; layers with one signature are measured once."""
+    known: dict[tuple[str, int], _Sample] = {}
+    update_ns = _update_ns_per_element(rule, frame)
+    costs = []
+    for layer in frame.chain.layers:
+        for size in sizes:
+            key = (layer.signature, size)
+            if key not in known:
+                known[key] = _measure(frame.chain, layer, size, autocast)
+        samples = [known[layer.signature, size] for size in sizes]
+        costs.append(_layer_cost(frame, states, layer, sizes, samples, update_ns))
+    values = tuple(
+        ValueCost(
+            outline_value.producer,
+            outline_value.consumers,
+            Curve(tuple((size, frame.chain.values[index].bytes_at(size)) for size in sizes)),
+            outline_value.has_grad,
+        )
+        for outline_value, index in zip(frame.outline.values, frame.values, strict=True)
+    )
+    return Profile(name, tuple(costs), values, tokens_per_sample)
+
+
+def _layer_cost(
+    frame: Frame, states: tuple[Flat, ...], layer: Layer, sizes: Sequence[int], samples: list[_Sample], update_ns: float
+) -> LayerCost:
+    def curve(read: Callable[[_Sample], int]) -> Curve:
+        return Curve(tuple((size, read(sample)) for size, sample in zip(sizes, samples, strict=True)))
+
+    weights = frame.weights[layer.index]
+    elements = sum(slot.num_bytes // slot.dtype.itemsize for slot in weights.slots)
+    return LayerCost(
+        name=layer.name,
+        forward_ns=curve(lambda s: s.forward_ns),
+        backward_ns=curve(lambda s: s.backward_ns),
+        update_ns=int(update_ns * elements),
+        host_update_ns=int(update_ns * elements),
+        weight_bytes=weights.num_bytes,
+        grad_bytes=weights.num_bytes,
+        state_bytes=states[layer.index].num_bytes,
+        constant_bytes=frame.constants[layer.index].num_bytes,
+        saved_bytes=curve(lambda s: s.saved_bytes),
+        forward_workspace_bytes=curve(lambda s: s.forward_workspace_bytes),
+        backward_workspace_bytes=curve(lambda s: s.backward_workspace_bytes),
+        tied=frame.outline.layers[layer.index].tied,
+    )
+
+
+def _measure(chain: Chain, layer: Layer, size: int, autocast: torch.dtype | None) -> _Sample:
+    """Run a layer three times: to warm up and meter memory, and twice on the clock."""
+    parameters = {
+        name: _stand_in(chain.parameters[name].shape, chain.parameters[name].dtype) for name in (*layer.parameters, *layer.tied)
+    }
+    buffers = {name: _stand_in(chain.buffers[name].shape, chain.buffers[name].dtype) for name in layer.buffers}
+    inputs = [_stand_in(chain.values[i].shape_at(size), chain.values[i].dtype) for i in layer.inputs]
+    runner = _Runner(chain, layer, parameters, buffers, inputs, autocast)
+    forward_peak, saved, backward_peak = runner.meter()
+    times = [runner.clock() for _ in range(2)]
+    return _Sample(
+        min(forward for forward, _ in times),
+        min(backward for _, backward in times),
+        saved,
+        forward_peak,
+        backward_peak,
+    )
+
+
+class _Runner:
+    def __init__(
+        self,
+        chain: Chain,
+        layer: Layer,
+        parameters: dict[str, Tensor],
+        buffers: dict[str, Tensor],
+        inputs: list[Tensor],
+        autocast: torch.dtype | None,
+    ) -> None:
+        self.chain, self.layer, self.autocast = chain, layer, autocast
+        self.buffers, self.inputs = buffers, inputs
+        self.parameters = {n: t.requires_grad_(chain.parameters[n].requires_grad) for n, t in parameters.items()}
+
+    def clock(self) -> tuple[int, int]:
+        begin = time.monotonic_ns()
+        outputs = self._forward()
+        middle = time.monotonic_ns()
+        self._backward(outputs)
+        return middle - begin, time.monotonic_ns() - middle
+
+    def meter(self) -> tuple[int, int, int]:
+        """Workspace of a forward, saved bytes, workspace of a backward; what tasks read and write is not workspace."""
+        kept: list[Tensor] = []
+        fixed = [*self.parameters.values(), *self.buffers.values()]
+        weights = {tensor.untyped_storage().data_ptr() for tensor in fixed}
+        with Meter([*fixed, *self.inputs]) as meter, torch.no_grad():
+            plain = self._forward()
+        forward_peak = max(0, meter.peak_bytes - storage_bytes(list(plain)))
+        del plain
+
+        def pack(tensor: Tensor) -> Tensor:
+            if tensor.untyped_storage().data_ptr() not in weights:
+                kept.append(tensor)
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            outputs = self._forward()
+        saved_bytes = storage_bytes(kept)
+        kept.clear()
+        with Meter([*fixed, *self.inputs]) as meter:
+            self._backward(outputs)
+        return forward_peak, saved_bytes, meter.peak_bytes
+
+    def _forward(self) -> tuple[Tensor, ...]:
+        leaves = [
+            tensor.detach().requires_grad_(self.chain.values[index].needs_grad)
+            for index, tensor in zip(self.layer.inputs, self.inputs, strict=True)
+        ]
+        if self.autocast is None:
+            return self.layer.run(self.parameters, self.buffers, leaves)[0]
+        with torch.autocast("cpu", dtype=self.autocast):
+            return self.layer.run(self.parameters, self.buffers, leaves)[0]
+
+    def _backward(self, outputs: tuple[Tensor, ...]) -> None:
+        roots = [output for output in outputs if output.requires_grad]
+        if roots:
+            torch.autograd.backward(roots, [torch.ones_like(root) for root in roots])
+        for parameter in self.parameters.values():
+            parameter.grad = None
+
+
+def _stand_in(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+    """Content does not matter, but it must be ordinary: small numbers, index 0, true."""
+    if dtype.is_floating_point:
+        return torch.empty(shape, dtype=dtype).normal_(0.0, 0.02)
+    return torch.ones(shape, dtype=dtype) if dtype == torch.bool else torch.zeros(shape, dtype=dtype)
+
+
+def _update_ns_per_element(rule: UpdateRule, frame: Frame) -> float:
+    """Time of the optimizer's own step on one slice."""
+    names = [slot.name for flat in frame.weights for slot in flat.slots if slot.name in rule.group_of]
+    if not names:
+        return 0.0
+    shape = (1024, SLICE_ELEMENTS // 1024)
+    parameter, grad = _stand_in(shape, torch.float32), _stand_in(shape, torch.float32)
+    state = {
+        tensor.key: torch.zeros(tensor.shape, dtype=tensor.dtype)
+        for tensor in rule.state_tensors(names[0], shape, torch.float32)
+    }
+    scalars = dict(rule.scalars)
+    times = []
+    for number in range(3):
+        begin = time.monotonic_ns()
+        rule.update(names[0], parameter, grad, state, fresh=number == 0)
+        times.append(time.monotonic_ns() - begin)
+    rule.scalars = scalars
+    return min(times) / SLICE_ELEMENTS

@@ -1,0 +1,351 @@
+"""Computations of a program into torch calls: forward, backward, norm, clip and update of packs of layers.
+
+Every layer is differentiated by itself: its inputs and weights are leaves, and gradients pass from layer to layer by
+hand, summed in the order in which autograd would have summed them over the whole model. So the bits do not depend on
+how layers are packed.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import GradientEdge, get_gradient_edge
+from torch.utils.hooks import RemovableHandle
+
+from counterpoint.core.errors import ExecutionError
+from counterpoint.core.program import forward_values
+from counterpoint.core.task import (
+    Backward,
+    Buffer,
+    Clip,
+    Forward,
+    Norm,
+    Update,
+    activation,
+    activation_grad,
+    constant,
+    grad,
+    saved,
+    state,
+    weight,
+)
+from counterpoint.decomposer.randomness import layer_seed
+from counterpoint.runtime.frame import Frame
+from counterpoint.runtime.optimizer import UpdateRule
+from counterpoint.runtime.saved import SavedTensors, WeightView
+from counterpoint.runtime.store import Store
+
+
+@dataclass(slots=True)
+class _Graph:
+    """One layer's run, waiting to be differentiated: a leaf per occurrence of an input, and per weight."""
+
+    inputs: list[Tensor]
+    outputs: list[GradientEdge | None]
+    parameters: dict[str, Tensor]
+
+
+@dataclass(slots=True)
+class Step:
+    """What the computations of one step share: its microbatches and their losses."""
+
+    number: int
+    batches: Sequence[Mapping[int, Tensor]]
+    losses: dict[int, Tensor] = field(default_factory=dict)
+    norms: dict[str, Tensor] = field(default_factory=dict)
+    clip: Tensor | None = None
+
+
+class Compute:
+    """Runs computations on what the store holds. `buffers` are the model's, mutated once per microbatch."""
+
+    def __init__(
+        self,
+        frame: Frame,
+        store: Store,
+        rule: UpdateRule | None,
+        buffers: dict[str, Tensor],
+        num_microbatches: int,
+        seed: int = 0,
+        autocast: torch.dtype | None = None,
+        max_grad_norm: float | None = None,
+    ) -> None:
+        self.frame, self.chain, self.store, self.rule = frame, frame.chain, store, rule
+        self.buffers, self.num_microbatches, self.seed = buffers, num_microbatches, seed
+        self.autocast, self.max_grad_norm = autocast, max_grad_norm
+        self.graphs: dict[tuple[int, int], _Graph] = {}
+        self.forwarded: set[tuple[int, int]] = set()
+        self.steps: dict[int, Step] = {}
+        self.started: dict[Buffer, set[str]] = {}
+        self.training = True
+
+    def forward(self, task: Forward) -> None:
+        """Run layers; leave the values that others read, and graphs where saved tensors are kept."""
+        values: dict[int, Tensor] = {}
+        keep = {self.frame.values[v] for v in forward_values(self.frame.outline, task.first, task.last, task.stashes)}
+        saves = set(task.saves)
+        for layer in range(task.first, task.last + 1):
+            if layer in saves:
+                outputs = self._run_saving(layer, task.microbatch, task.version, values)
+            else:
+                with torch.no_grad():
+                    outputs = self._run(layer, task.microbatch, task.version, values, leaves=False)[1]
+            self.forwarded.add((layer, task.microbatch))
+            self._pass_on(layer, outputs, values, task.microbatch)
+            self._forget_used(layer, values, keep)
+        for value in keep:
+            self.store.put(activation(self.frame.numbers[value], task.microbatch), values[value])
+
+    def backward(self, task: Backward) -> None:
+        """Recompute if asked to, then differentiate layer by layer, the last first."""
+        if task.recompute:
+            values: dict[int, Tensor] = {}
+            for layer in range(task.first, task.last + 1):
+                graph, outputs = self._run(layer, task.microbatch, task.version, values, leaves=True)
+                self.graphs[layer, task.microbatch] = graph
+                self._pass_on(layer, outputs, values, task.microbatch)
+                self._forget_used(layer, values, set())
+        inside: dict[int, Tensor] = {}
+        for layer in range(task.last, task.first - 1, -1):
+            self._differentiate(layer, task, inside)
+            self.forwarded.discard((layer, task.microbatch))
+
+    def norm(self, task: Norm) -> None:
+        step = self._step_of(task.step)
+        for layer in range(task.first, task.last + 1):
+            if self.frame.weights[layer].slots:
+                for name, tensor in self.store.tensors(grad(layer, task.step)).items():
+                    if name in self.started[grad(layer, task.step)]:
+                        step.norms[name] = torch.linalg.vector_norm(tensor, 2.0)
+
+    def clip(self, task: Clip) -> None:
+        """The factor of torch.nn.utils.clip_grad_norm_, in its order of parameters."""
+        assert self.max_grad_norm is not None
+        step = self._step_of(task.step)
+        norms = [step.norms[name] for name in self.chain.parameters if name in step.norms]
+        total = torch.linalg.vector_norm(torch.stack(norms), 2.0)
+        step.clip = torch.clamp(self.max_grad_norm / (total + 1e-6), max=1.0)
+
+    def update(self, task: Update) -> None:
+        assert self.rule is not None
+        step = self._step_of(task.step)
+        self._refuse_bad_loss(step)
+        for layer in range(task.first, task.last + 1):
+            if self.frame.weights[layer].slots:
+                self._update_layer(layer, task, step)
+
+    def _update_layer(self, layer: int, task: Update, step: Step) -> None:
+        assert self.rule is not None
+        weights = self.store.tensors(weight(layer, task.step))
+        grads = self.store.tensors(grad(layer, task.step))
+        fresh = layer in self.store.fresh_states
+        states: dict[str, dict[str, Tensor]] = {name: {} for name in weights}
+        if self.store.states[layer].slots:
+            for name, tensor in self.store.tensors(state(layer, task.step)).items():
+                parameter, _, key = name.rpartition("\0")
+                states[parameter][key] = tensor
+        started = self.started.pop(grad(layer, task.step))
+        for name, tensor in weights.items():
+            if name not in started:
+                continue  # no gradient reached it: an optimizer leaves it alone
+            if task.clipped:
+                grads[name].mul_(step.clip)
+            self.rule.update(name, tensor, grads[name], states[name], fresh)
+        self.store.fresh_states.discard(layer)
+
+    def _refuse_bad_loss(self, step: Step) -> None:
+        for microbatch, loss in step.losses.items():
+            if not torch.isfinite(loss):
+                raise ExecutionError(
+                    f"the loss of microbatch {microbatch % self.num_microbatches} in step {step.number} is "
+                    f"{loss.item()}; no weight of this step was changed: lower the learning rate, clip gradients, or "
+                    "look at the batch"
+                )
+
+    def _step_of(self, number: int) -> Step:
+        return self.steps[number]
+
+    def _batch(self, microbatch: int) -> Mapping[int, Tensor]:
+        step = self.steps[microbatch // self.num_microbatches]
+        return step.batches[microbatch % self.num_microbatches]
+
+    def _run(
+        self, layer: int, microbatch: int, version: int, values: Mapping[int, Tensor], leaves: bool
+    ) -> tuple[_Graph, tuple[Tensor, ...]]:
+        """One layer on its inputs, and its outputs; buffers it mutates change only the first time."""
+        spec = self.chain.layers[layer]
+        inputs = [self._input(value, microbatch, values, leaves) for value in spec.inputs]
+        parameters = self._parameters(layer, version, leaves)
+        if spec.random and self.training:
+            step = self.steps[microbatch // self.num_microbatches]
+            local = microbatch % self.num_microbatches
+            torch.default_generator.manual_seed(layer_seed(self.seed, step.number, local, layer))
+        with self._autocast():
+            outputs, mutated = spec.run(parameters, self.buffers, inputs)
+        if mutated and self.training and (layer, microbatch) not in self.forwarded:
+            self.buffers.update({name: tensor.detach() for name, tensor in mutated.items()})
+        edges = [get_gradient_edge(output) if output.requires_grad else None for output in outputs]
+        return _Graph(inputs, edges, parameters), outputs
+
+    def _autocast(self) -> contextlib.AbstractContextManager[object]:
+        if self.autocast is None:
+            return contextlib.nullcontext()
+        return torch.autocast("cpu", dtype=self.autocast)
+
+    def _input(self, value: int, microbatch: int, values: Mapping[int, Tensor], leaf: bool) -> Tensor:
+        if value in values:
+            tensor = values[value]
+        elif value in self.frame.numbers:
+            tensor = self.store.get(activation(self.frame.numbers[value], microbatch))
+        else:
+            return self._batch(microbatch)[value]
+        if leaf and self.chain.values[value].needs_grad:
+            return tensor.detach().requires_grad_()
+        return tensor.detach()
+
+    def _parameters(self, layer: int, version: int, leaves: bool) -> dict[str, Tensor]:
+        spec = self.chain.layers[layer]
+        found: dict[str, Tensor] = {}
+        owners = dict.fromkeys([layer, *(self.frame.owner(name) for name in spec.tied)])
+        for owner in owners:
+            if self.frame.weights[owner].slots:
+                for name, tensor in self.store.tensors(weight(owner, version)).items():
+                    found[name] = tensor.requires_grad_() if leaves else tensor
+            if self.frame.constants[owner].slots:
+                found.update(self.store.tensors(constant(owner)))
+        return {name: found[name] for name in (*spec.parameters, *spec.tied)}
+
+    def _pass_on(self, layer: int, outputs: Sequence[Tensor], values: dict[int, Tensor], microbatch: int) -> None:
+        for value, output in zip(self.chain.layers[layer].outputs, outputs, strict=True):
+            values[value] = output.detach()
+            if value == self.chain.loss:
+                self.steps[microbatch // self.num_microbatches].losses[microbatch] = output.detach()
+
+    def _forget_used(self, layer: int, values: dict[int, Tensor], keep: set[int]) -> None:
+        for value in self.chain.layers[layer].inputs:
+            if value in values and value not in keep and self.chain.values[value].consumers[-1] <= layer:
+                del values[value]
+
+    # ---- saved tensors
+
+    def _run_saving(
+        self, layer: int, microbatch: int, version: int, values: Mapping[int, Tensor]
+    ) -> tuple[Tensor, ...]:
+        kept = SavedTensors()
+        self.store.saved[saved(layer, microbatch)] = kept
+        known: dict[int, tuple[Buffer, str]] = {}
+        batch = {tensor.untyped_storage().data_ptr() for tensor in self._batch(microbatch).values()}
+
+        def pack(tensor: Tensor) -> object:
+            address = tensor.untyped_storage().data_ptr()
+            if address in known:
+                return WeightView(known[address], tensor.shape, tensor.stride(), tensor.storage_offset())
+            if address in batch or not tensor.numel():
+                return tensor
+            return kept.keep(tensor)
+
+        def unpack(handle: object) -> Tensor:
+            if isinstance(handle, Tensor):
+                return handle
+            if isinstance(handle, WeightView):
+                buffer, name = handle.key
+                return self.store.tensors(buffer)[name].as_strided(handle.shape, handle.stride, handle.offset)
+            return self.store.saved[saved(layer, microbatch)].tensor(handle)  # type: ignore[arg-type]
+
+        for name, address, buffer in self._weight_addresses(layer, version):
+            known[address] = (buffer, name)
+        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+            graph, outputs = self._run(layer, microbatch, version, values, leaves=True)
+        for leaf in (*graph.inputs, *graph.parameters.values()):
+            if leaf.is_leaf and leaf.requires_grad:
+                # Only the shape of a leaf matters from here on; its memory may be dropped or move.
+                leaf.data = torch.empty(1, dtype=leaf.dtype).expand(leaf.shape)
+        self.graphs[layer, microbatch] = graph
+        return tuple(output.detach() for output in outputs)
+
+    def _weight_addresses(self, layer: int, version: int) -> Iterator[tuple[str, int, Buffer]]:
+        spec = self.chain.layers[layer]
+        for owner in dict.fromkeys([layer, *(self.frame.owner(name) for name in spec.tied)]):
+            for flat, buffer in (
+                (self.frame.weights[owner], weight(owner, version)),
+                (self.frame.constants[owner], constant(owner)),
+            ):
+                for slot in flat.slots:
+                    yield slot.name, self.store.regions[buffer].address + slot.offset_bytes, buffer
+
+    # ---- gradients
+
+    def _differentiate(self, layer: int, task: Backward, inside: dict[int, Tensor]) -> None:
+        graph = self.graphs.pop((layer, task.microbatch))
+        spec = self.chain.layers[layer]
+        roots: list[GradientEdge] = []
+        seeds: list[Tensor] = []
+        for value, edge in zip(spec.outputs, graph.outputs, strict=True):
+            seed = self._output_grad(value, task.microbatch, inside)
+            if seed is not None and edge is not None:
+                roots.append(edge)
+                seeds.append(seed)
+        if not roots:
+            return
+        hooks = self._collect_weight_grads(graph.parameters, task.step)
+        torch.autograd.backward(roots, seeds)
+        for hook in hooks:
+            hook.remove()
+        for value, leaf in reversed(list(zip(spec.inputs, graph.inputs, strict=True))):
+            if leaf.grad is not None:
+                self._add_input_grad(value, leaf.grad, task, inside)
+
+    def _output_grad(self, value: int, microbatch: int, inside: dict[int, Tensor]) -> Tensor | None:
+        if value == self.chain.loss:
+            return torch.tensor(1.0 / self.num_microbatches)
+        if value in inside:
+            return inside.pop(value)
+        if value not in self.frame.numbers:
+            return None
+        buffer = activation_grad(self.frame.numbers[value], microbatch)
+        return self.store.get(buffer) if buffer in self.store.values else None
+
+    def _add_input_grad(self, value: int, contribution: Tensor, task: Backward, inside: dict[int, Tensor]) -> None:
+        """Later consumers came first; this one's share is added to theirs."""
+        if value not in self.frame.numbers:
+            return
+        buffer = activation_grad(self.frame.numbers[value], task.microbatch)
+        if self.chain.values[value].producer >= task.first:
+            if value not in inside and buffer in self.store.values:
+                inside[value] = self.store.get(buffer).clone()
+            inside[value] = inside[value].add_(contribution) if value in inside else contribution
+        elif buffer in self.store.values:
+            self.store.get(buffer).add_(contribution)
+        else:
+            self.store.put(buffer, contribution)
+
+    def _collect_weight_grads(self, parameters: Mapping[str, Tensor], step: int) -> list[RemovableHandle]:
+        """Let autograd add to the gradient buffers; the first gradient of a step is copied, not added to zero."""
+        hooks: list[RemovableHandle] = []
+        targets: dict[Buffer, dict[str, Tensor]] = {}
+        for name, leaf in parameters.items():
+            if not leaf.requires_grad:
+                continue
+            buffer = grad(self.frame.owner(name), step)
+            if self.store.make(buffer):
+                self.started[buffer] = set()
+            if buffer not in targets:
+                targets[buffer] = self.store.tensors(buffer)
+            if name in self.started[buffer]:
+                leaf.grad = targets[buffer][name]
+            else:
+                copy = _copier(targets[buffer][name], name, self.started[buffer])
+                hooks.append(leaf.register_post_accumulate_grad_hook(copy))
+        return hooks
+
+
+def _copier(target: Tensor, name: str, started: set[str]) -> Callable[[Tensor], None]:
+    def copy(leaf: Tensor) -> None:
+        assert leaf.grad is not None
+        target.copy_(leaf.grad)
+        started.add(name)
+        leaf.grad = None
+
+    return copy

@@ -1,0 +1,145 @@
+"""Any torch optimizer into updates of one parameter at a time, on memory that is not the optimizer's own.
+
+The user's optimizer keeps its parameter groups, and learning-rate schedulers keep writing to them; its state lives in
+our buffers. An update borrows the optimizer: a shadow of it with one group and one parameter runs the optimizer's own
+`step`. Element-wise optimizers run in slices, so that their temporaries stay small; the bits are the same.
+"""
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from counterpoint.core.errors import ModelError
+
+SLICE_ELEMENTS = 1 << 20
+_SMALL_BYTES = 64 << 20
+_ELEMENTWISE = ("SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "Adagrad", "Adadelta", "ASGD")
+
+
+@dataclass(frozen=True, slots=True)
+class StateTensor:
+    """One tensor of a parameter's optimizer state."""
+
+    key: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+class UpdateRule:
+    """Wraps the user's optimizer; `names` maps its parameters, by identity, to their names in the chain."""
+
+    def __init__(self, optimizer: Optimizer, names: Mapping[int, str]) -> None:
+        self.optimizer = optimizer
+        self.elementwise = type(optimizer).__module__.startswith("torch.optim") and (
+            type(optimizer).__name__ in _ELEMENTWISE
+        )
+        self.group_of: dict[str, int] = {}
+        for index, group in enumerate(optimizer.param_groups):
+            for parameter in group["params"]:
+                if id(parameter) not in names:
+                    raise ModelError(
+                        f"group {index} of the optimizer has a parameter of shape {tuple(parameter.shape)} that the "
+                        "model has not; make the optimizer from model.parameters() of the model that is trained"
+                    )
+                self.group_of[names[id(parameter)]] = index
+        self.scalars: dict[str, dict[str, Any]] = {}
+
+    def state_tensors(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[StateTensor, ...]:
+        """The state that one step leaves for a parameter of this shape, found by a step on a stand-in."""
+        state: dict[str, Any] = {}
+        for device in ("meta", "cpu"):
+            leaf = torch.zeros(shape, dtype=dtype, device=device, requires_grad=True)
+            leaf.grad = torch.zeros_like(leaf)
+            try:
+                self._run(name, leaf, state)
+            except Exception as error:
+                # Most optimizers have made their state by the time they look at a value.
+                if not state and (device == "cpu" or leaf.numel() * dtype.itemsize > _SMALL_BYTES):
+                    raise ModelError(
+                        f"cannot tell the state of {type(self.optimizer).__name__} for {name!r} beforehand: its step "
+                        f"failed on the {device} device with {type(error).__name__}: {error}"
+                    ) from error
+            if state:
+                break
+        found = [(key, value) for key, value in state.items() if isinstance(value, Tensor)]
+        return tuple(StateTensor(key, tuple(value.shape), value.dtype) for key, value in found)
+
+    def update(self, name: str, parameter: Tensor, grad: Tensor, state: Mapping[str, Tensor], fresh: bool) -> None:
+        """One optimizer step in place; `fresh` if the state's memory holds nothing yet."""
+        if name not in self.group_of:
+            return
+        scalars = self.scalars.get(name, {})
+        with torch.no_grad():
+            for part in self._slices(parameter.numel(), state, parameter.shape):
+                local = {} if fresh else {k: _cut(v, part, parameter.shape) for k, v in state.items()} | scalars
+                piece, piece_grad = _cut(parameter, part, parameter.shape), _cut(grad, part, parameter.shape)
+                leaf = piece.detach().requires_grad_()
+                leaf.grad = piece_grad
+                after = dict(local)
+                self._run(name, leaf, after)
+                last = part is None or part.stop >= parameter.numel()
+                self._keep(name, after, state, part, parameter.shape, last)
+
+    def _slices(self, count: int, state: Mapping[str, Tensor], shape: torch.Size) -> Iterator[slice | None]:
+        fits = all(tensor.shape == shape or tensor.numel() == 1 for tensor in state.values())
+        if not self.elementwise or not fits or count <= SLICE_ELEMENTS:
+            yield None
+            return
+        for start in range(0, count, SLICE_ELEMENTS):
+            yield slice(start, min(start + SLICE_ELEMENTS, count))
+
+    def _run(self, name: str, leaf: Tensor, state: dict[str, Any]) -> None:
+        """The optimizer's own step on one parameter; `state` is what it finds and what it leaves."""
+        shadow = object.__new__(type(self.optimizer))
+        shadow.__dict__.update(self.optimizer.__dict__)
+        shadow.__dict__.pop("step", None)  # a scheduler's wrapper, bound to the user's optimizer
+        group = dict(self.optimizer.param_groups[self.group_of[name]])
+        group["params"] = [leaf]
+        shadow.param_groups = [group]
+        shadow.state = defaultdict(dict)
+        if state:
+            shadow.state[leaf] = state
+        try:
+            shadow.step()
+        finally:
+            state.update(shadow.state[leaf])
+
+    def _keep(
+        self,
+        name: str,
+        after: Mapping[str, Any],
+        state: Mapping[str, Tensor],
+        part: slice | None,
+        shape: torch.Size,
+        last: bool,
+    ) -> None:
+        """Put state that the step made anew into its place; what is shared by all slices only after the last."""
+        scalars: dict[str, Any] = {}
+        for key, value in after.items():
+            if not isinstance(value, Tensor):
+                scalars[key] = value
+                continue
+            target = state[key]
+            if target.numel() == 1 and part is not None:
+                if last:
+                    target.copy_(value)
+            else:
+                view = _cut(target, part, shape)
+                if view.data_ptr() != value.data_ptr():
+                    view.copy_(value)
+        if last and scalars:
+            self.scalars[name] = scalars
+
+
+def _cut(tensor: Tensor, part: slice | None, shape: torch.Size) -> Tensor:
+    """A slice of a parameter-shaped tensor; anything else is copied, so that every slice starts from the same."""
+    if part is None:
+        return tensor.detach()
+    if tensor.shape != shape:
+        return tensor.detach().clone()
+    return tensor.detach().view(-1)[part]

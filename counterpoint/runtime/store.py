@@ -1,0 +1,285 @@
+"""Buffers into memory: which buffer is on the device and which at home, and the transfers between the two.
+
+Weights, constants, gradients and states are flat regions of the pool, one per layer. Activations and saved tensors are
+born wherever torch makes them and come back from home as regions.
+"""
+
+import ctypes
+import threading
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor
+
+from counterpoint.core.errors import ExecutionError
+from counterpoint.core.task import Buffer
+from counterpoint.runtime.disk import Disk
+from counterpoint.runtime.frame import BLOCK_BYTES, Flat, Frame
+from counterpoint.runtime.memory import Pool, Region
+from counterpoint.runtime.saved import SavedTensors, restrided
+
+STAGING_BYTES = 8 << 20
+FLAT_KINDS = frozenset(("weight", "constant", "grad", "state"))
+
+
+@dataclass(slots=True)
+class _Held:
+    """A value on the device: the tensor, and the region it lies in after it came back from home."""
+
+    tensor: Tensor
+    region: Region | None = None
+
+
+@dataclass(slots=True)
+class _Form:
+    """How a value at home is to be seen again."""
+
+    dtype: torch.dtype
+    shape: torch.Size
+    stride: tuple[int, ...]
+    num_bytes: int
+
+
+@dataclass(slots=True)
+class Counters:
+    """Bytes that crossed between device and home."""
+
+    loaded_bytes: int = 0
+    evicted_bytes: int = 0
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+
+class Store:
+    """The device's buffers. `generations` steps of passing buffers may be at home at once."""
+
+    def __init__(self, frame: Frame, states: tuple[Flat, ...], disk: Disk, pool: Pool, num_microbatches: int) -> None:
+        self.frame, self.states, self.disk, self.pool = frame, states, disk, pool
+        self.num_microbatches = num_microbatches
+        self.regions: dict[Buffer, Region] = {}
+        self.values: dict[Buffer, _Held] = {}
+        self.forms: dict[Buffer, _Form] = {}
+        self.saved: dict[Buffer, SavedTensors] = {}
+        self.saved_regions: dict[Buffer, Region] = {}
+        self.fresh_states = set(range(frame.num_layers))
+        self.passing_keys: dict[str, int] = {}
+        self.counters = Counters()
+        self._staging = (Region(STAGING_BYTES), Region(STAGING_BYTES))
+
+    def flat(self, buffer: Buffer) -> Flat:
+        match buffer.kind:
+            case "weight" | "grad":
+                return self.frame.weights[buffer.owner]
+            case "constant":
+                return self.frame.constants[buffer.owner]
+            case _:
+                return self.states[buffer.owner]
+
+    def tensors(self, buffer: Buffer) -> dict[str, Tensor]:
+        """The tensors of a flat buffer on the device, by name."""
+        region = self.regions[buffer]
+        return {s.name: region.tensor(s.dtype, s.shape, s.offset_bytes) for s in self.flat(buffer).slots}
+
+    def make(self, buffer: Buffer) -> bool:
+        """Give a flat buffer a region unless it has one; whether it was made."""
+        if buffer in self.regions:
+            return False
+        self.regions[buffer] = self.pool.allocate(self.flat(buffer).num_bytes)
+        return True
+
+    def rename(self, old: Buffer, new: Buffer) -> None:
+        self.regions[new] = self.regions.pop(old)
+
+    def put(self, buffer: Buffer, tensor: Tensor) -> None:
+        self.values[buffer] = _Held(tensor)
+
+    def get(self, buffer: Buffer) -> Tensor:
+        return self.values[buffer].tensor
+
+    # ---- transfers, each called by its own lane
+
+    def load(self, buffer: Buffer) -> None:
+        if buffer.kind in FLAT_KINDS:
+            self._load_flat(buffer)
+        elif buffer.kind == "saved":
+            self._load_saved(buffer)
+        else:
+            self._load_value(buffer)
+
+    def evict(self, buffer: Buffer) -> None:
+        if buffer.kind in FLAT_KINDS:
+            key = self.key(buffer)
+            if buffer.kind == "grad":
+                self._make_room(key, self.flat(buffer).num_bytes)
+            self.disk.write(key, self.regions[buffer]).wait()
+            self._count(evicted=self.flat(buffer).num_bytes)
+        elif buffer.kind == "saved":
+            pieces = self.saved[buffer].storages
+            assert pieces is not None
+            self._write_pieces(self.key(buffer), pieces)
+        else:
+            self._evict_value(buffer)
+
+    def drop(self, buffer: Buffer) -> None:
+        if buffer.kind in FLAT_KINDS:
+            self.pool.free(self.regions.pop(buffer))
+        elif buffer.kind == "saved":
+            if buffer in self.saved:
+                self.saved[buffer].drop()
+            self._free(self.saved_regions.pop(buffer, None))
+        elif buffer in self.values:
+            held = self.values.pop(buffer)
+            region = held.region
+            del held
+            self._free(region)
+
+    def forget_passing(self) -> None:
+        """Nothing that was only passing is needed any more: give its room at home back."""
+        for key in self.passing_keys:
+            self.disk.release(key)
+        self.passing_keys.clear()
+        self.forms.clear()
+        self.saved.clear()
+
+    def key(self, buffer: Buffer) -> str:
+        """A buffer's name at home; what passes reuses its room two steps later."""
+        kind, owner, number = buffer
+        if kind in ("weight", "constant", "state"):
+            return f"{kind} {owner}"
+        return f"{kind} {owner} {number % (2 if kind == 'grad' else 2 * self.num_microbatches)}"
+
+    def _load_flat(self, buffer: Buffer) -> None:
+        region = self.pool.allocate(self.flat(buffer).num_bytes)
+        if not (buffer.kind == "state" and buffer.owner in self.fresh_states):
+            self.disk.read(self.key(buffer), region).wait()
+            self._count(loaded=region.num_bytes)
+        self.regions[buffer] = region
+
+    def _load_saved(self, buffer: Buffer) -> None:
+        saved = self.saved[buffer]
+        region = self._read_back(self.key(buffer), sum(_blocks(size) for size in saved.sizes))
+        storages, offset = [], 0
+        for size in saved.sizes:
+            storages.append(region.tensor(torch.uint8, (size,), offset))
+            offset += _blocks(size)
+        saved.storages = storages
+        self.saved_regions[buffer] = region
+
+    def _load_value(self, buffer: Buffer) -> None:
+        form = self.forms[buffer]
+        region = self._read_back(self.key(buffer), _blocks(form.num_bytes))
+        storage = region.tensor(torch.uint8, (form.num_bytes,))
+        self.values[buffer] = _Held(restrided(storage, form.dtype, form.shape, form.stride, 0), region)
+
+    def _read_back(self, key: str, num_bytes: int) -> Region:
+        region = self.pool.allocate(num_bytes)
+        self.disk.read(key, region).wait()
+        self._count(loaded=num_bytes)
+        return region
+
+    def _evict_value(self, buffer: Buffer) -> None:
+        """Keep the strides: kernels may round differently on another layout."""
+        tensor = self.values[buffer].tensor
+        size = 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True)) if tensor.numel() else 0
+        num_bytes = size * tensor.element_size()
+        flat = torch.as_strided(tensor, (size,), (1,)).view(torch.uint8)
+        self.forms[buffer] = _Form(tensor.dtype, tensor.shape, tensor.stride(), num_bytes)
+        self._write_pieces(self.key(buffer), [flat])
+
+    def _make_room(self, key: str, num_bytes: int) -> None:
+        """An extent of at least this size; extents of a key keep their size from step to step."""
+        if self.passing_keys.get(key, -1) >= num_bytes:
+            return
+        if key in self.passing_keys:
+            self.disk.release(key)
+        self.disk.add(key, num_bytes)
+        self.passing_keys[key] = num_bytes
+
+    def _write_pieces(self, key: str, pieces: Iterable[Tensor]) -> None:
+        """Copy byte tensors through two staging regions, one being filled while the other is written."""
+        pieces = list(pieces)
+        total = sum(_blocks(piece.numel()) for piece in pieces)
+        self._make_room(key, total)
+        pending: list[object] = [None, None]
+        turn, filled, written = 0, 0, 0
+        for piece in pieces:
+            done = 0
+            while done < piece.numel():
+                part = min(piece.numel() - done, STAGING_BYTES - filled)
+                ctypes.memmove(self._staging[turn].address + filled, piece.data_ptr() + done, part)
+                done, filled = done + part, _blocks(filled + part)
+                if filled >= STAGING_BYTES:
+                    pending[turn] = self.disk.write(key, self._staging[turn].view(0, filled), written)
+                    written, filled, turn = written + filled, 0, 1 - turn
+                    if pending[turn] is not None:
+                        pending[turn].wait()  # type: ignore[attr-defined]
+        if filled:
+            pending[turn] = self.disk.write(key, self._staging[turn].view(0, filled), written)
+        for transfer in pending:
+            if transfer is not None:
+                transfer.wait()  # type: ignore[attr-defined]
+        self._count(evicted=total)
+
+    def _free(self, region: Region | None) -> None:
+        if region is not None:
+            self.pool.free(region)
+
+    def _count(self, loaded: int = 0, evicted: int = 0) -> None:
+        with self.counters.lock:
+            self.counters.loaded_bytes += loaded
+            self.counters.evicted_bytes += evicted
+
+    def fill(self, name: str, tensor: Tensor) -> None:
+        """Put a parameter's first content home."""
+        spec = self.frame.chain.parameters[name]
+        kind = "weight" if spec.requires_grad else "constant"
+        flat = (self.frame.weights if spec.requires_grad else self.frame.constants)[spec.owner]
+        slot = next(slot for slot in flat.slots if slot.name == name)
+        if tuple(tensor.shape) != slot.shape:
+            raise ExecutionError(f"parameter {name!r} has shape {tuple(tensor.shape)} here, {slot.shape} in the model")
+        source = tensor.detach().to(slot.dtype).contiguous().view(-1).view(torch.uint8)
+        self._write_slot(f"{kind} {spec.owner}", slot.offset_bytes, source)
+
+    def _write_slot(self, key: str, offset: int, source: Tensor) -> None:
+        staging = self._staging[0]
+        for done in range(0, source.numel(), STAGING_BYTES):
+            part = min(source.numel() - done, STAGING_BYTES)
+            ctypes.memmove(staging.address, source.data_ptr() + done, part)
+            self.disk.write(key, staging.view(0, _blocks(part)), offset + done).wait()
+
+    def read_parameter(self, name: str) -> Tensor:
+        """A copy of a parameter's content at home."""
+        spec = self.frame.chain.parameters[name]
+        kind = "weight" if spec.requires_grad else "constant"
+        flat = (self.frame.weights if spec.requires_grad else self.frame.constants)[spec.owner]
+        slot = next(slot for slot in flat.slots if slot.name == name)
+        return self._read_slot(f"{kind} {spec.owner}", slot)
+
+    def read_state(self, layer: int) -> dict[str, Tensor]:
+        """Copies of a layer's optimizer state at home, by slot name; empty before its first update."""
+        if layer in self.fresh_states:
+            return {}
+        return {slot.name: self._read_slot(f"state {layer}", slot) for slot in self.states[layer].slots}
+
+    def _read_slot(self, key: str, slot) -> Tensor:  # type: ignore[no-untyped-def]
+        region = Region(max(slot.num_bytes, 1))
+        self.disk.read(key, region.view(0, _blocks(max(slot.num_bytes, 1))), slot.offset_bytes).wait()
+        return region.tensor(slot.dtype, slot.shape).clone()
+
+
+def home_sizes(frame: Frame, states: tuple[Flat, ...]) -> Mapping[str, int]:
+    """Keys and sizes of what is always at home."""
+    sizes: dict[str, int] = {}
+    for layer in range(frame.num_layers):
+        for kind, flat in (
+            ("weight", frame.weights[layer]),
+            ("constant", frame.constants[layer]),
+            ("state", states[layer]),
+        ):
+            if flat.num_bytes:
+                sizes[f"{kind} {layer}"] = flat.num_bytes
+    return sizes
+
+
+def _blocks(num_bytes: int) -> int:
+    return -(-num_bytes // BLOCK_BYTES) * BLOCK_BYTES
