@@ -43,16 +43,20 @@ def assemble(
     values = _number(pieces, trace, batch)
     probe_size = next(iter(batch.values())).shape[0] + 1
     code: Code = {}
+    known: dict[str, list[Result]] = {}
     layers: list[Layer] = []
     for name, part in zip(name_segments(segments, trace), pieces, strict=True):
         shared = [n for n in part.inputs if values[n].needs_grad and len(values[n].consumers) > 1]
         uses = separate_uses(part, shared)
         made = body(part, uses, trace, tensors.owners, code)
         inputs = [values[source] for source, _ in uses]
-        results = _probe(made, inputs, tensors, probe_size, device)
-        for node, result in zip(part.outputs, results, strict=True):
+        signature = _signature(made, inputs, tensors)
+        if signature not in known:
+            known[signature] = _probe(made, inputs, tensors, probe_size, device)
+        for node, result in zip(part.outputs, known[signature], strict=True):
             values[node] = _confirmed(values[node], result, probe_size)
-        layers.append(_layer(len(layers), name, part, made, inputs, [values[n] for n in part.outputs], tensors))
+        outputs = [values[node] for node in part.outputs]
+        layers.append(_layer(len(layers), name, part, made, inputs, outputs, signature))
     return _chain(tuple(layers), tuple(values.values()), values[loss].index, tensors, trace, values)
 
 
@@ -114,17 +118,7 @@ def _confirmed(value: Value, result: Result, batch_size: int) -> Value:
     return replace(value, dtype=result.dtype, needs_grad=result.needs_grad)
 
 
-def _layer(
-    index: int,
-    name: str,
-    part: Piece,
-    made: GraphBody,
-    inputs: Sequence[Value],
-    outputs: Sequence[Value],
-    tensors: Tensors,
-) -> Layer:
-    used = tuple(dict.fromkeys(made.parameters))
-    read = tuple(dict.fromkeys(made.buffers))
+def _signature(made: GraphBody, inputs: Sequence[Value], tensors: Tensors) -> str:
     facts = (
         made.digest,
         [_facts(tensors.parameters[name]) for name in made.parameters],
@@ -132,17 +126,29 @@ def _layer(
         [(tuple(constant.shape), constant.dtype) for constant in made.constants],
         [(value.shape, value.dtype, value.needs_grad) for value in inputs],
     )
+    return blake2b(repr(facts).encode(), digest_size=16).hexdigest()
+
+
+def _layer(
+    index: int,
+    name: str,
+    part: Piece,
+    made: GraphBody,
+    inputs: Sequence[Value],
+    outputs: Sequence[Value],
+    signature: str,
+) -> Layer:
     return Layer(
         index=index,
         name=name,
-        parameters=used,
+        parameters=tuple(dict.fromkeys(made.parameters)),
         tied=(),
-        buffers=read,
+        buffers=tuple(dict.fromkeys(made.buffers)),
         mutates=made.mutates,
         inputs=tuple(value.index for value in inputs),
         outputs=tuple(value.index for value in outputs),
         random=any(is_random(node) for node in part.nodes),
-        signature=blake2b(repr(facts).encode(), digest_size=16).hexdigest(),
+        signature=signature,
         body=made,
     )
 
