@@ -1,6 +1,6 @@
 """Profile x Machine x Plan -> Forecast: will it fit, how fast will it run, what will it wait for."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from counterpoint.core.costs import Costs
 from counterpoint.core.homes import fill_homes
@@ -58,18 +58,22 @@ class Forecast:
 
     @property
     def exceeded(self) -> tuple[TierUse, ...]:
-        """Tiers that would hold more than they can: possible only without a residency pass."""
+        """Tiers that would hold more than they can: possible only without swapping."""
         return tuple(tier for tier in self.tiers if tier.peak_bytes > tier.capacity_bytes)
 
 
 def placed_program(profile: Profile, machine: Machine, plan: Plan, costs: Costs) -> Program:
-    """The schedule's program, within the devices' capacities if the plan has a residency policy."""
+    """The schedule's program within the devices' capacities; without swapping, whatever memory it takes."""
     program = write_program(plan, profile.outline())
-    if plan.residency == "none":
-        return program
-    budgets = tuple(device.capacity_bytes for device in machine.devices[: plan.num_devices])
     homes = fill_homes(machine, profile, plan.num_devices)
+    if plan.residency == "none":
+        unlimited = (_MORE_THAN_ENOUGH,) * plan.num_devices
+        return replace(place(program, costs, unlimited, homes), budgets=())
+    budgets = tuple(device.capacity_bytes for device in machine.devices[: plan.num_devices])
     return place(program, costs, budgets, homes, policy=plan.residency, pinned=_kept_layers(plan))
+
+
+_MORE_THAN_ENOUGH = 2**60
 
 
 def _kept_layers(plan: Plan) -> frozenset[int]:
