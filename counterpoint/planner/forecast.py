@@ -70,13 +70,13 @@ def placed_program(profile: Profile, machine: Machine, plan: Plan, costs: Costs)
         unlimited = (_MORE_THAN_ENOUGH,) * plan.num_devices
         return replace(place(program, costs, unlimited, homes), budgets=())
     budgets = tuple(device.capacity_bytes for device in machine.devices[: plan.num_devices])
-    return place(program, costs, budgets, homes, policy=plan.residency, pinned=_kept_layers(plan))
+    return place(program, costs, budgets, homes, policy=plan.residency, pinned=kept_layers(plan))
 
 
 _MORE_THAN_ENOUGH = 2**60
 
 
-def _kept_layers(plan: Plan) -> frozenset[int]:
+def kept_layers(plan: Plan) -> frozenset[int]:
     """Layers whose saved tensors must stay on the device."""
     packs = zip(plan.backward_packs, plan.activations, strict=True)
     return frozenset(i for pack, policy in packs if policy == "keep" for i in range(pack.first, pack.last + 1))
