@@ -1,0 +1,240 @@
+"""Regions and their pool under a budget, and what the operating system says about this process."""
+
+import os
+import random
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+import torch
+
+from counterpoint.core.errors import BudgetError
+from counterpoint.runtime.memory import PAGE_BYTES, Pool, Region
+from counterpoint.runtime.memory_process import (
+    cgroup_folders,
+    memory_limit_bytes,
+    peak_resident_bytes,
+    physical_memory_bytes,
+    reset_peak_resident,
+    resident_bytes,
+)
+
+MIB = 1 << 20
+CGROUP = Path("/sys/fs/cgroup/memory")
+
+
+def test_a_region_is_whole_aligned_pages() -> None:
+    for asked, got in ((0, 1), (1, 1), (PAGE_BYTES, 1), (PAGE_BYTES + 1, 2)):
+        region = Region(asked)
+        assert region.num_bytes == len(region.view()) == got * PAGE_BYTES
+        assert region.address % PAGE_BYTES == 0
+    with pytest.raises(ValueError, match="cannot be negative"):
+        Region(-1)
+
+
+def test_tensors_share_the_bytes_of_a_region() -> None:
+    region = Region(PAGE_BYTES)
+    whole = region.tensor(torch.int16, (4, 8))
+    part = region.tensor(torch.int16, (8,), offset_bytes=16)
+    assert part.data_ptr() == region.address + 16
+    whole[1] = torch.arange(8, dtype=torch.int16)
+    assert part.tolist() == list(range(8))
+    assert bytes(region.view(16, 4)) == bytes([0, 0, 1, 0])
+    part.requires_grad_(False).fill_(-1)
+    assert whole[1].eq(-1).all()
+    assert region.tensor(torch.float32, ()).numel() == 1
+    assert region.tensor(torch.float32, (0, 3), offset_bytes=PAGE_BYTES).shape == (0, 3)
+
+
+def test_a_tensor_outside_a_region_is_refused() -> None:
+    region = Region(PAGE_BYTES)
+    with pytest.raises(ValueError, match=f"bytes 8 to {PAGE_BYTES + 8} are not within a region of {PAGE_BYTES}"):
+        region.tensor(torch.float32, (PAGE_BYTES // 4,), offset_bytes=8)
+    with pytest.raises(ValueError, match="not a multiple of the 4 bytes"):
+        region.tensor(torch.float32, (1,), offset_bytes=2)
+
+
+def test_a_viewed_region_cannot_be_unmapped_or_moved() -> None:
+    region = Region(PAGE_BYTES)
+    tensor = region.tensor(torch.float32, (8,))[2:4]
+    assert not region.close()
+    assert not region.resize(2 * PAGE_BYTES)
+    tensor.fill_(7)
+    del tensor
+    assert region.resize(2 * PAGE_BYTES)
+    assert region.tensor(torch.float32, (8,)).tolist() == [0, 0, 7, 7, 0, 0, 0, 0]
+    assert region.close()
+
+
+def test_a_tensor_outlives_its_region() -> None:
+    tensor = Region(MIB).tensor(torch.float32, (1000,)).fill_(2)
+    assert tensor.sum().item() == 2000
+
+
+def test_a_freed_region_is_reused_by_its_size() -> None:
+    pool = Pool(10 * MIB)
+    first, second = pool.allocate(4 * MIB), pool.allocate(3 * MIB - 5)
+    pool.free(first)
+    pool.free(second)
+    assert pool.allocate(3 * MIB) is second
+    assert pool.allocate(4 * MIB - 1) is first
+    statistics = pool.statistics()
+    assert statistics.mapped_bytes == statistics.in_use_bytes == statistics.peak_mapped_bytes == 7 * MIB
+
+
+def test_another_size_remaps_what_is_free_rather_than_pass_the_budget() -> None:
+    pool = Pool(8 * MIB)
+    large, small = pool.allocate(6 * MIB), pool.allocate(2 * MIB)
+    pool.free(small)
+    pool.free(large)
+    assert pool.allocate(7 * MIB) is large
+    assert pool.statistics().mapped_bytes == 7 * MIB
+    assert pool.allocate(MIB).num_bytes == MIB
+    assert pool.statistics().mapped_bytes == 8 * MIB
+
+
+def test_the_budget_is_a_contract() -> None:
+    pool = Pool(8 * MIB)
+    held = pool.allocate(6 * MIB)
+    with pytest.raises(
+        BudgetError, match=r"no room for 3.00 MiB: 6.00 MiB in use of a budget of 8.00 MiB; a budget of"
+    ):
+        pool.allocate(3 * MIB)
+    pool.free(held)
+    tensor = held.tensor(torch.uint8, (1,))
+    with pytest.raises(BudgetError, match=r"and 6.00 MiB are free but still viewed by tensors"):
+        pool.allocate(3 * MIB)
+    del tensor
+    assert pool.allocate(3 * MIB).num_bytes == 3 * MIB
+    with pytest.raises(ValueError, match="not in use in this pool"):
+        pool.free(Region(1))
+
+
+def test_a_region_is_freed_once() -> None:
+    pool = Pool(MIB)
+    region = pool.allocate(1)
+    pool.free(region)
+    with pytest.raises(ValueError, match="not in use in this pool"):
+        pool.free(region)
+
+
+def test_trim_gives_back_what_nobody_views() -> None:
+    pool = Pool(8 * MIB)
+    first, second = pool.allocate(2 * MIB), pool.allocate(3 * MIB)
+    tensor = first.tensor(torch.uint8, (10,))
+    pool.free(first)
+    pool.free(second)
+    assert pool.trim() == 3 * MIB
+    assert pool.statistics().mapped_bytes == 2 * MIB
+    del tensor
+    assert pool.trim() == 2 * MIB
+    assert pool.statistics().peak_in_use_bytes == 5 * MIB
+
+
+def test_a_pool_under_many_threads_and_sizes() -> None:
+    pool, errors = Pool(64 * MIB), []
+
+    def churn(seed: int) -> None:
+        draw = random.Random(seed)
+        try:
+            held: list[tuple[Region, int]] = []
+            for turn in range(300):
+                if held and (len(held) == 3 or draw.random() < 0.5):
+                    region, mark = held.pop(draw.randrange(len(held)))
+                    assert region.tensor(torch.int64, (2,)).tolist() == [mark, seed]
+                    pool.free(region)
+                else:
+                    region = pool.allocate(draw.choice([1, 2, 3, 4]) * MIB)
+                    region.tensor(torch.int64, (2,)).copy_(torch.tensor([turn, seed]))
+                    held.append((region, turn))
+                assert pool.statistics().mapped_bytes <= 64 * MIB
+            for region, _ in held:
+                pool.free(region)
+        except BaseException as error:
+            errors.append(error)
+
+    workers = [threading.Thread(target=churn, args=(seed,)) for seed in range(4)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    assert not errors
+    assert pool.statistics().in_use_bytes == 0
+    assert pool.trim() <= 64 * MIB
+    assert pool.statistics().mapped_bytes == 0
+
+
+def test_resident_memory_follows_regions() -> None:
+    before = resident_bytes()
+    region = Region(64 * MIB)
+    assert resident_bytes() - before < 32 * MIB
+    region.populate()
+    assert resident_bytes() - before > 48 * MIB
+    assert reset_peak_resident()
+    assert region.close()
+    assert resident_bytes() - before < 32 * MIB
+    assert peak_resident_bytes() - before > 48 * MIB
+    assert reset_peak_resident()
+    assert peak_resident_bytes() - before < 48 * MIB
+
+
+LIMIT = """
+import os, sys
+from pathlib import Path
+from counterpoint.runtime.memory_process import memory_limit_bytes
+Path(sys.argv[1], "cgroup.procs").write_text(str(os.getpid()))
+print(memory_limit_bytes())
+"""
+
+
+def test_the_limit_is_at_most_physical_memory() -> None:
+    assert 0 < memory_limit_bytes() <= physical_memory_bytes()
+
+
+@pytest.mark.skipif(os.geteuid() != 0 or not CGROUP.is_dir(), reason="needs root and a memory cgroup of version 1")
+def test_the_limit_of_a_cgroup_above_counts() -> None:
+    group = CGROUP / f"counterpoint-limit-{os.getpid()}"
+    (group / "below").mkdir(parents=True)
+    try:
+        (group / "memory.limit_in_bytes").write_text(str(512 * MIB))
+        run = [sys.executable, "-c", LIMIT, str(group / "below")]
+        assert int(subprocess.run(run, check=True, capture_output=True, timeout=60).stdout) == 512 * MIB
+    finally:
+        (group / "below").rmdir()
+        group.rmdir()
+
+
+def test_cgroup_folders_of_version_2_and_of_a_container(tmp_path: Path) -> None:
+    (tmp_path / "cgroup").write_text("0::/user.slice/job\n")
+    mount = "31 24 0:27 / /sys/fs/cgroup rw,nosuid shared:9 - cgroup2 cgroup2 rw,nsdelegate\n"
+    (tmp_path / "mountinfo").write_text("22 1 8:1 / / rw - ext4 /dev/sda rw\n" + mount)
+    root = Path("/sys/fs/cgroup")
+    assert cgroup_folders("memory", tmp_path) == (root / "user.slice/job", root / "user.slice", root)
+    (tmp_path / "cgroup").write_text("4:cpu,cpuacct:/docker/x\n3:memory:/docker/x\n")
+    (tmp_path / "mountinfo").write_text("40 31 0:30 /docker/x /sys/fs/cgroup/memory ro - cgroup cgroup ro,memory\n")
+    assert cgroup_folders("memory", tmp_path) == (root / "memory",)
+
+
+FREED = """
+import torch
+from counterpoint.runtime.memory_process import resident_bytes, set_allocator_thresholds, trim
+assert set_allocator_thresholds()
+torch.ones(1 << 20)  # faults in the code of torch
+before = resident_bytes()
+large = [torch.ones(1 << 20) for _ in range(16)]
+held = resident_bytes() - before
+del large
+assert held > 60 << 20 > 8 << 20 > resident_bytes() - before, (held, resident_bytes() - before)
+small = [torch.ones(1 << 14) for _ in range(512)]
+held = resident_bytes() - before
+del small[:-1]  # the last one keeps the heap from being cut back
+assert trim()
+assert held > 30 << 20 > 8 << 20 > resident_bytes() - before, (held, resident_bytes() - before)
+"""
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="sets the thresholds of glibc")
+def test_freed_tensors_leave_the_resident_set() -> None:
+    subprocess.run([sys.executable, "-c", FREED], check=True, timeout=120)
