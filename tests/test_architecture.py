@@ -14,7 +14,7 @@ ABOVE = ("core", "schedules", "passes", "simulator", "viewer", "planner")
 BELOW = ("decomposer", "runtime", "profiler", "trainer")
 ALLOWED = {
     "core": {"core"},
-    "schedules": {"core", "schedules"},
+    "schedules": {"core", "passes", "schedules"},
     "passes": {"core", "passes"},
     "simulator": {"core", "simulator"},
     "viewer": {"core", "viewer"},
