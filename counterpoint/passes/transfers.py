@@ -4,8 +4,8 @@ A send follows the task that made the value. Activations go from their producer 
 gradient of a value is summed along the backward order: each consumer's device adds its part and sends the sum to the
 device of the next consumer down the chain, the last one to the producer's.
 
-A receive stands in the same section as its send, so that sections can repeat, and there between the computations that
-end before its producer and those that end after it, in one common order of all devices (`passes/ranks.py`). It comes
+A receive stands in the same section as its send, so that sections can repeat, and there between the tasks that end
+before its producer and those that end after it, in one common order of all devices (`passes/ranks.py`). It comes
 no earlier: what is listed after it may have to wait for it, and must not be what its producer waits for. It comes no
 later: an allocation waits for the computations listed before it, and the sender may have to wait for the receiver. So
 whatever waits for memory are added later, the common order, with every transfer right after its producer, obeys them,
@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 
 from counterpoint.core.outline import Outline
 from counterpoint.core.program import DeviceProgram, Program, reads, writes
-from counterpoint.core.task import Backward, Buffer, Drop, Forward, Norm, Receive, Send, Task, Update
+from counterpoint.core.task import Backward, Buffer, Drop, Forward, Receive, Send, Task
 from counterpoint.passes.ranks import Spot, equal_layers, ranks
 
 Section = Sequence[tuple[Task, ...]]
@@ -201,15 +201,8 @@ def _touches(section: Section, flow: _Flow) -> dict[tuple[int, Buffer, int], int
 def _posted(section: Section, found: list[_Transfer], duration: Callable[[Task], int]) -> list[tuple[_Transfer, int]]:
     """Where each receive stands in its device's tasks, by the order in which values are made."""
     order = ranks(section, (t.handover for t in found if t.needed_by < len(section[t.receiver])), duration)
-    computes = [[index for index, task in enumerate(tasks) if _computes(task)] for tasks in section]
-    ends = [[row[index] for index in mine] for row, mine in zip(order, computes, strict=True)]
     posted: list[tuple[_Transfer, int]] = []
     for transfer in sorted(found, key=lambda t: order[t.sender][t.made_by]):
-        mine = computes[transfer.receiver]
-        choice = bisect_left(ends[transfer.receiver], order[transfer.sender][transfer.made_by])
-        posted.append((transfer, mine[choice] if choice < len(mine) else len(section[transfer.receiver])))
+        made = order[transfer.sender][transfer.made_by]
+        posted.append((transfer, bisect_left(order[transfer.receiver], made)))
     return posted
-
-
-def _computes(task: Task) -> bool:
-    return isinstance(task, (Forward, Backward, Norm, Update))
