@@ -7,7 +7,7 @@ from counterpoint.core.errors import ProgramError
 from counterpoint.core.homes import Homes
 from counterpoint.core.program import Program, writes
 from counterpoint.core.task import Buffer, Drop, Evict, Load, Task, Update, shift_buffer
-from counterpoint.passes.keep import Body, Gap, occupied
+from counterpoint.passes.body import Body, Gap
 from counterpoint.passes.lives import Life, canonical
 
 WINDOW = 256  # a load is hoisted over at most so many tasks
@@ -99,7 +99,7 @@ class Emitter:
 
     def _hoist(self, runs: list[_Run], budget: int) -> None:
         """Move loads to earlier positions, in the order of need, as far as memory allows."""
-        levels, count = occupied(self.body), self.count
+        levels, count = self.body.occupied(), self.count
         runs.sort(key=lambda run: (run.first % count, run.life.buffer))
         previous = -count
         for run in runs:

@@ -1,9 +1,9 @@
-"""Lives of a device's body into the needs and gaps that `passes/keep.py` chooses among."""
+"""Lives of a device's body into the needs and gaps that `passes/ladder.py` chooses among."""
 
 from counterpoint.core.costs import Costs
 from counterpoint.core.program import Program, lane
 from counterpoint.core.task import Buffer
-from counterpoint.passes.keep import Body, Gap, occupied
+from counterpoint.passes.body import Body, Gap
 from counterpoint.passes.lives import Life
 
 
@@ -21,7 +21,7 @@ def body_of(
                 needs[touch.time % len(tasks)] += life.size
         if life.size:
             (held if life.buffer.kind == "saved" and life.buffer.owner in pinned else free).add(life)
-    return Body(occupied(Body(needs, held.gaps)), free.gaps)
+    return Body(Body(needs, held.gaps).occupied(), free.gaps)
 
 
 def _computations(program: Program, device: int) -> list[int]:
@@ -67,12 +67,12 @@ class _Builder:
         tail = min(span - head, self.before[following % self.count])
         start = (time + 1) % self.count
         inner = span - head - tail
-        self.gaps.append(Gap(life, index, self.groups, dirty, start, span, start + head, inner))
+        self.gaps.append(Gap(life, index, self.groups, dirty, life.size, start, span, start + head, inner))
 
     def _reserve(self, life: Life, start: int, stop: int) -> None:
         if stop > start:
             begin = start % self.count
-            self.gaps.append(Gap(life, -1, -1, False, begin, stop - start, begin, 0, fixed=True, kept=False))
+            self.gaps.append(Gap(life, -1, -1, False, life.size, begin, stop - start, begin, 0, fixed=True, kept=False))
 
 
 def _distances(count: int, computations: list[int], ahead: int, direction: int) -> list[int]:

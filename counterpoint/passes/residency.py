@@ -11,8 +11,7 @@ from counterpoint.core.task import Buffer, Task, shift, shift_buffer
 from counterpoint.core.units import format_bytes
 from counterpoint.passes.emit import Emitter, Placed
 from counterpoint.passes.gaps import body_of
-from counterpoint.passes.keep import occupied
-from counterpoint.passes.ladder import climb
+from counterpoint.passes.ladder import choose
 from counterpoint.passes.lives import Life, canonical, collect, device_reads, device_writes, mark_shared
 from counterpoint.passes.walk import Walk
 
@@ -27,7 +26,7 @@ def place(
     policy: str = "planned",
     pinned: frozenset[int] = frozenset(),
     ahead: int = 1,
-    rungs: int | None = None,
+    quick: bool = False,
     writes_clean: bool = False,
 ) -> Program:
     """Insert loads, evicts and drops so that every device keeps to its budget.
@@ -35,7 +34,7 @@ def place(
     `planned` looks ahead over the cyclic body and keeps what fits across steps; `lru` loads on demand and evicts the
     least recently used, the virtualized-memory baseline (`writes_clean`: also when it is clean). `pinned` layers keep
     their saved tensors on the device. `ahead` computations are what a load may overlap with at least; 0 gives the
-    least traffic. `rungs` = 1 chooses quickly. Raises BudgetError with the smallest budget that would do.
+    least traffic. `quick` chooses with less care. Raises BudgetError with the smallest budget that would do.
     """
     if policy not in POLICIES:
         raise ValueError(f"unknown residency policy {policy!r}; known are {', '.join(POLICIES)}")
@@ -50,7 +49,7 @@ def place(
     parts = []
     for placer in placers:
         if policy == "planned":
-            parts.append(placer.planned(pinned, ahead, rungs))
+            parts.append(placer.planned(pinned, ahead, quick))
         else:
             parts.append(placer.on_demand(writes_clean))
     return Program(program.outline, program.num_microbatches, tuple(parts), program.epilogue_steps, tuple(budgets))
@@ -94,18 +93,18 @@ class _DevicePlacer:
         self.part = program.devices[device]
         self.m = program.num_microbatches
 
-    def planned(self, pinned: frozenset[int], ahead: int, rungs: int | None) -> DeviceProgram:
-        placed = self._planned_body(pinned, ahead, rungs)
+    def planned(self, pinned: frozenset[int], ahead: int, quick: bool) -> DeviceProgram:
+        placed = self._planned_body(pinned, ahead, quick)
         return self._with_ends(placed, look_ahead=True)
 
-    def _planned_body(self, pinned: frozenset[int], ahead: int, rungs: int | None) -> Placed:
+    def _planned_body(self, pinned: frozenset[int], ahead: int, quick: bool) -> Placed:
         if not self.part.body:
             return Placed((), {})
         body = body_of(self.program, self.device, self.costs, self.lives, pinned, ahead)
-        climb(body, self.budget, rungs)
-        if max(occupied(body)) > self.budget:
+        choose(body, self.budget, quick)
+        if max(body.occupied()) > self.budget:
             raise BudgetError(
-                f"pinned activations do not fit device {self.device} (need {format_bytes(max(occupied(body)))}, "
+                f"pinned activations do not fit device {self.device} (need {format_bytes(max(body.occupied()))}, "
                 f"budget {format_bytes(self.budget)}); let them be evicted or recomputed"
             )
         workspace = [self.costs.workspace_bytes(task) for task in self.part.body]
