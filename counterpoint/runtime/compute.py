@@ -96,7 +96,9 @@ class Compute:
             self._pass_on(layer, outputs, values, task.microbatch)
             self._forget_used(layer, values, keep)
         for value in keep:
-            self.store.put(activation(self.frame.numbers[value], task.microbatch), values[value])
+            tensor = values[value]
+            owned = tensor.clone() if self.store.is_lent(tensor) else tensor
+            self.store.put(activation(self.frame.numbers[value], task.microbatch), owned)
 
     def backward(self, task: Backward) -> None:
         """Recompute if asked to, then differentiate layer by layer, the last first."""
@@ -244,7 +246,7 @@ class Compute:
                 return WeightView(known[address], tensor.shape, tensor.stride(), tensor.storage_offset())
             if address in batch or not tensor.numel():
                 return tensor
-            return kept.keep(tensor)
+            return kept.keep(tensor, copied=self.store.is_lent(tensor))
 
         def unpack(handle: object) -> Tensor:
             if isinstance(handle, Tensor):

@@ -43,13 +43,15 @@ class SavedTensors:
         self.sizes: list[int] = []
         self._known: dict[int, int] = {}
 
-    def keep(self, tensor: Tensor) -> _View:
+    def keep(self, tensor: Tensor, copied: bool = False) -> _View:
+        """Remember a tensor; `copied` if its memory belongs to a buffer that may go before this one."""
         storage = tensor.untyped_storage()
         address = storage.data_ptr()
         if address not in self._known:
             assert self.storages is not None
             self._known[address] = len(self.storages)
-            self.storages.append(torch.empty(0, dtype=torch.uint8).set_(storage))
+            content = torch.empty(0, dtype=torch.uint8).set_(storage)
+            self.storages.append(content.clone() if copied else content)
             self.sizes.append(storage.nbytes())
         return _View(self._known[address], tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset())
 

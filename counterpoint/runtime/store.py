@@ -61,6 +61,7 @@ class Store:
         self.forms: dict[Buffer, _Form] = {}
         self.saved: dict[Buffer, SavedTensors] = {}
         self.saved_regions: dict[Buffer, Region] = {}
+        self.lent: set[int] = set()
         self.fresh_states = set(range(frame.num_layers))
         self.passing_keys: dict[str, int] = {}
         self.counters = Counters()
@@ -95,6 +96,10 @@ class Store:
 
     def get(self, buffer: Buffer) -> Tensor:
         return self.values[buffer].tensor
+
+    def is_lent(self, tensor: Tensor) -> bool:
+        """Whether a tensor lies in a region that a value came back in, which goes when the value is dropped."""
+        return tensor.untyped_storage().data_ptr() in self.lent
 
     # ---- transfers, each called by its own lane
 
@@ -131,6 +136,8 @@ class Store:
             held = self.values.pop(buffer)
             region = held.region
             del held
+            if region is not None:
+                self.lent.discard(region.address)
             self._free(region)
 
     def forget_passing(self) -> None:
@@ -169,6 +176,7 @@ class Store:
         form = self.forms[buffer]
         region = self._read_back(self.key(buffer), _blocks(form.num_bytes))
         storage = region.tensor(torch.uint8, (form.num_bytes,))
+        self.lent.add(region.address)
         self.values[buffer] = _Held(restrided(storage, form.dtype, form.shape, form.stride, 0), region)
 
     def _read_back(self, key: str, num_bytes: int) -> Region:
