@@ -1,17 +1,19 @@
 """Keys and their sizes -> extents: where in one file the bytes of each key lie."""
 
+import mmap
 from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-BLOCK_BYTES = 4096  # what O_DIRECT asks of offsets, lengths and addresses, on every file system we know
+# O_DIRECT asks at most 4096 of offsets, lengths and addresses; whole pages let an extent be as long as its region.
+BLOCK_BYTES = max(4096, mmap.PAGESIZE)
 
 
 def round_to_blocks(num_bytes: int) -> int:
     """The smallest number of whole blocks that holds `num_bytes`, at least one.
 
-    >>> round_to_blocks(0), round_to_blocks(4097)
-    (4096, 8192)
+    >>> round_to_blocks(0) // BLOCK_BYTES, round_to_blocks(BLOCK_BYTES + 1) // BLOCK_BYTES
+    (1, 2)
     """
     if num_bytes < 0:
         raise ValueError(f"a size cannot be negative: {num_bytes}")
@@ -35,11 +37,11 @@ class Extents:
     """The table of one file: first fit, lowest offset first, and released neighbours join.
 
     >>> extents = Extents()
-    >>> [extents.add(key, 5000).offset_bytes for key in "abc"]
-    [0, 8192, 16384]
+    >>> [extents.add(key, BLOCK_BYTES + 1).offset_bytes // BLOCK_BYTES for key in "abc"]
+    [0, 2, 4]
     >>> extents.release("b")
-    >>> extents.add("d", 4096).offset_bytes, extents.end_bytes
-    (8192, 24576)
+    >>> extents.add("d", BLOCK_BYTES).offset_bytes // BLOCK_BYTES, extents.end_bytes // BLOCK_BYTES
+    (2, 6)
     """
 
     def __init__(self) -> None:

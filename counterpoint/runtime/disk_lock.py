@@ -23,7 +23,7 @@ class FolderLock:
             descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             try:
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except OSError as error:
+            except BlockingIOError as error:
                 holder = os.pread(descriptor, 32, 0).decode().strip() or "unknown"
                 os.close(descriptor)
                 raise ExecutionError(

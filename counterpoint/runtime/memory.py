@@ -31,7 +31,10 @@ def round_to_pages(num_bytes: int) -> int:
 
 
 class Region:
-    """Page-aligned private memory. Tensors and transfers view it; it cannot be unmapped while one of them lives."""
+    """Page-aligned private memory. Tensors and transfers view it; it cannot be unmapped while one of them lives.
+
+    A forked child does not have it.
+    """
 
     def __init__(self, num_bytes: int) -> None:
         self.num_bytes = round_to_pages(num_bytes)
@@ -41,8 +44,10 @@ class Region:
     def _advise(self) -> None:
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
         # Huge pages: a 2 MiB page costs one fault instead of 512, and O_DIRECT pins it at a third of the CPU time.
-        with contextlib.suppress(OSError):
-            self._map.madvise(mmap.MADV_HUGEPAGE)
+        # No fork: a data loader's worker would keep a copy of every page that is written after its start.
+        for advice in (mmap.MADV_HUGEPAGE, mmap.MADV_DONTFORK):
+            with contextlib.suppress(OSError):
+                self._map.madvise(advice)
 
     def view(self, offset_bytes: int = 0, num_bytes: int | None = None) -> memoryview:
         """The bytes from `offset_bytes` on, as a writable view."""

@@ -89,7 +89,7 @@ def set_allocator_thresholds(mmap_bytes: int = 256 << 10, trim_bytes: int = 16 <
     Tensors of `mmap_bytes` and more get their own mapping and vanish when freed; smaller ones share a heap that is cut
     back when `trim_bytes` at its end are free. Call it before the first tensor is made. glibc left alone raises its
     thresholds to 32 MiB, and a transformer trained with recompute then peaks at twice its live bytes; with these it
-    peaks at its live bytes, for 5% more CPU time (20% where tensors are so small that huge pages do not help).
+    peaks at its live bytes, for 3 to 10% more CPU time.
     """
     libc = _glibc()
     if libc is None:

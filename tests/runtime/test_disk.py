@@ -386,10 +386,11 @@ with Disk(sys.argv[1], sizes, direct=direct) as disk, open(sys.argv[1] + "/copy"
 
 @pytest.mark.skipif(os.geteuid() != 0 or not CGROUP.is_dir(), reason="needs root and a memory cgroup of version 1")
 @pytest.mark.parametrize("mode", ["direct", "buffered"])
-def test_the_page_cache_does_not_grow(tmp_path: Path, mode: str) -> None:
+def test_a_hard_limit_is_survived_and_the_page_cache_does_not_grow(tmp_path: Path, mode: str) -> None:
     group = CGROUP / f"counterpoint-test-{os.getpid()}-{mode}"
     group.mkdir()
     try:
+        (group / "memory.limit_in_bytes").write_text(str(128 * MIB))
         run = run_python(CACHE, str(tmp_path), str(group), mode)
         output, _ = run.communicate(timeout=60)
         assert run.returncode == 0

@@ -180,6 +180,24 @@ def test_resident_memory_follows_regions() -> None:
     assert peak_resident_bytes() - before < 48 * MIB
 
 
+FORK = """
+import os
+from counterpoint.runtime.memory import Region
+from counterpoint.runtime.memory_process import resident_bytes
+region = Region(64 << 20)
+region.populate()
+parent = resident_bytes()
+child = os.fork()
+if child == 0:
+    os._exit(0 if parent - resident_bytes() > 48 << 20 else 1)
+assert os.waitpid(child, 0)[1] == 0
+"""
+
+
+def test_a_forked_child_keeps_no_copy() -> None:
+    subprocess.run([sys.executable, "-c", FORK], check=True, timeout=60)
+
+
 LIMIT = """
 import os, sys
 from pathlib import Path
