@@ -8,6 +8,7 @@ import ctypes
 import threading
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from math import prod
 
 import torch
 from torch import Tensor
@@ -246,9 +247,10 @@ class Store:
         if tuple(tensor.shape) != slot.shape:
             raise ExecutionError(f"parameter {name!r} has shape {tuple(tensor.shape)} here, {slot.shape} in the model")
         source = tensor.detach().to(slot.dtype).contiguous().view(-1).view(torch.uint8)
-        self._write_slot(f"{kind} {spec.owner}", slot.offset_bytes, source)
+        self.write_place(f"{kind} {spec.owner}", slot.offset_bytes, source)
 
-    def _write_slot(self, key: str, offset: int, source: Tensor) -> None:
+    def write_place(self, key: str, offset: int, source: Tensor) -> None:
+        """Put bytes into a key's extent at home, from a whole block on."""
         staging = self._staging[0]
         for done in range(0, source.numel(), STAGING_BYTES):
             part = min(source.numel() - done, STAGING_BYTES)
@@ -261,18 +263,22 @@ class Store:
         kind = "weight" if spec.requires_grad else "constant"
         flat = (self.frame.weights if spec.requires_grad else self.frame.constants)[spec.owner]
         slot = next(slot for slot in flat.slots if slot.name == name)
-        return self._read_slot(f"{kind} {spec.owner}", slot)
+        return self.read_place(f"{kind} {spec.owner}", slot.offset_bytes, slot.shape, slot.dtype)
 
     def read_state(self, layer: int) -> dict[str, Tensor]:
         """Copies of a layer's optimizer state at home, by slot name; empty before its first update."""
         if layer in self.fresh_states:
             return {}
-        return {slot.name: self._read_slot(f"state {layer}", slot) for slot in self.states[layer].slots}
+        return {
+            slot.name: self.read_place(f"state {layer}", slot.offset_bytes, slot.shape, slot.dtype)
+            for slot in self.states[layer].slots
+        }
 
-    def _read_slot(self, key: str, slot) -> Tensor:  # type: ignore[no-untyped-def]
-        region = Region(max(slot.num_bytes, 1))
-        self.disk.read(key, region.view(0, _blocks(max(slot.num_bytes, 1))), slot.offset_bytes).wait()
-        return region.tensor(slot.dtype, slot.shape).clone()
+    def read_place(self, key: str, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """A copy of a tensor that lies in a key's extent at home, from a whole block on."""
+        region = Region(max(prod(shape) * dtype.itemsize, 1))
+        self.disk.read(key, region, offset).wait()
+        return region.tensor(dtype, shape).clone()
 
 
 def home_sizes(frame: Frame, states: tuple[Flat, ...]) -> Mapping[str, int]:
