@@ -50,7 +50,7 @@ def unrolled(program: Program, steps: int) -> Run:
 
 
 class HomeWriters:
-    """Who wrote which home copy: a load prefers its own device's writer, else takes another's.
+    """Who wrote which home copy: a load prefers its own device's last writer, else takes another's first.
 
     What the run began with has no writer: weights and states of version 0 and before, and constants.
     """
@@ -73,7 +73,7 @@ class HomeWriters:
     def connect(self, run: Run) -> None:
         for task, buffer in self.foreign:
             writers = [w for w in self.all.get(buffer, ()) if run.devices[w] != run.devices[task]]
-            run.predecessors[task] += writers[-1:]
+            run.predecessors[task] += writers[:1]
 
 
 def _add_device(run: Run, program: Program, device: int, steps: int, home: HomeWriters) -> None:
