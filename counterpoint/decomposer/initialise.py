@@ -1,6 +1,6 @@
 """A model on the meta device -> its initial tensors, one module at a time, by the model's own rules."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterator
 from contextlib import contextmanager
 from functools import partial
 from hashlib import blake2b
@@ -15,8 +15,8 @@ from counterpoint.decomposer.tensors import read_tensors
 _UNTOUCHED = 0xFF  # every byte before initialisation: NaN in floats, -1 in integers
 
 
-def initialise(model: nn.Module, seed: int) -> Iterator[tuple[str, Tensor]]:
-    """Every parameter and buffer under its owner's name; a tensor that is not on meta is yielded as it is.
+def initialise(model: nn.Module, seed: int, names: Container[str] | None = None) -> Iterator[tuple[str, Tensor]]:
+    """Every parameter and buffer under its owner's name, or those in `names`; one that is not on meta as it is.
 
     Each module draws from a generator of its own, seeded by `seed` and its path, so that its tensors depend on nothing
     else. The model itself stays on meta. Never is more than one module's data in memory, unless the caller keeps it.
@@ -25,6 +25,8 @@ def initialise(model: nn.Module, seed: int) -> Iterator[tuple[str, Tensor]]:
     for path, module in model.named_modules():
         named = {f"{path}.{local}".lstrip("."): local for local in (*module._parameters, *module._buffers)}
         owned = {name: local for name, local in named.items() if owners.get(name) == name}
+        if names is not None:
+            owned = {name: local for name, local in owned.items() if name in names}
         if not any(getattr(module, local).is_meta for local in owned.values()):
             yield from ((name, getattr(module, local).detach()) for name, local in owned.items())
             continue
