@@ -10,7 +10,14 @@ class ModelError(CounterpointError):
 
 
 class BudgetError(CounterpointError):
-    """No placement fits the memory that was given; the text names the smallest budget that would do."""
+    """No placement fits the memory that was given; the text names the smallest budget that would do.
+
+    `smallest_bytes` is that budget where it is known.
+    """
+
+    def __init__(self, text: str, smallest_bytes: int | None = None) -> None:
+        super().__init__(text)
+        self.smallest_bytes = smallest_bytes
 
 
 class ProgramError(CounterpointError):
@@ -18,4 +25,8 @@ class ProgramError(CounterpointError):
 
 
 class ExecutionError(CounterpointError):
-    """A run failed: a full disk, a torn file, a lost peer, a loss that is not finite."""
+    """A run failed: a full disk, a torn file, a lost peer."""
+
+
+class LossError(ExecutionError):
+    """The loss of a step is not finite. The step left no trace: the next one may be tried."""

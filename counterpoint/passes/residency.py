@@ -105,7 +105,8 @@ class _DevicePlacer:
         if max(body.occupied()) > self.budget:
             raise BudgetError(
                 f"pinned activations do not fit device {self.device} (need {format_bytes(max(body.occupied()))}, "
-                f"budget {format_bytes(self.budget)}); let them be evicted or recomputed"
+                f"budget {format_bytes(self.budget)}); let them be evicted or recomputed",
+                max(body.occupied()),
             )
         workspace = [self.costs.workspace_bytes(task) for task in self.part.body]
         return Emitter(self.program, self.device, workspace, self.lives, body).place(self.budget, self.homes)

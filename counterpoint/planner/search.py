@@ -45,11 +45,11 @@ def search(profile: Profile, machine: Machine, freedom: Freedom) -> Candidate:
     for plan in _plans(profile, freedom):
         costs = Costs(profile, plan)
         program = write_program(plan, profile.outline())
-        need = smallest_budgets(program, costs)[0]
-        smallest = need if smallest is None else min(smallest, need)
         try:
             candidate = _try(profile, machine, plan, program, costs)
-        except BudgetError:
+        except BudgetError as error:
+            need = max(error.smallest_bytes or 0, smallest_budgets(program, costs)[0])
+            smallest = need if smallest is None else min(smallest, need)
             continue
         if best is None or candidate.timeline.step_ns < best.timeline.step_ns:
             best = candidate
@@ -57,7 +57,8 @@ def search(profile: Profile, machine: Machine, freedom: Freedom) -> Candidate:
         budget = machine.devices[0].capacity_bytes
         raise BudgetError(
             f"no plan fits {machine.devices[0].name} (need {format_bytes(smallest or 0)}, budget "
-            f"{format_bytes(budget)}); smallest budget that fits: {smallest or 0} bytes ({format_bytes(smallest or 0)})"
+            f"{format_bytes(budget)}); smallest budget that fits: {smallest or 0} bytes ({format_bytes(smallest or 0)})",
+            smallest,
         )
     return best
 

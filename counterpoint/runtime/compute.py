@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
-from counterpoint.core.errors import ExecutionError
+from counterpoint.core.errors import LossError
 from counterpoint.core.program import forward_values
 from counterpoint.core.task import (
     Backward,
@@ -160,7 +160,7 @@ class Compute:
     def _refuse_bad_loss(self, step: Step) -> None:
         for microbatch, loss in step.losses.items():
             if not torch.isfinite(loss):
-                raise ExecutionError(
+                raise LossError(
                     f"the loss of microbatch {microbatch % self.num_microbatches} in step {step.number} is "
                     f"{loss.item()}; no weight of this step was changed: lower the learning rate, clip gradients, or "
                     "look at the batch"
