@@ -4,6 +4,7 @@ The caller's thread is the compute lane. It walks the list, hands every other ta
 itself. Whoever a task waits for is what `core/edges.py` says, the same as in the simulator.
 """
 
+import itertools
 import queue
 import threading
 import time
@@ -95,6 +96,19 @@ class Executor:
             self._wait(job)
         self._raise()
         self._prune()
+
+    def abandon(self) -> None:
+        """Wait until every lane is empty and forget the error: what is on the device is as the error left it."""
+        for job in list(self._jobs.values()):
+            self._wait(job)
+        self.error = None
+        self.restart()
+
+    def forget_spans(self, before_step: int) -> None:
+        """A long run keeps only the record of its last steps."""
+        begin_ns = min((span.start_ns for span in self.spans if span.step >= before_step), default=0)
+        del self.spans[: sum(1 for _ in itertools.takewhile(lambda s: s.step < before_step, self.spans))]
+        del self.memory[: sum(1 for _ in itertools.takewhile(lambda m: m.time_ns < begin_ns, self.memory))]
 
     def close(self) -> None:
         """End the lanes; what they hold is finished or, after an error, skipped."""
