@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 from counterpoint import viewer
 from counterpoint.core.errors import BudgetError, CounterpointError
@@ -16,11 +17,14 @@ from counterpoint.core.program import Program
 from counterpoint.core.text import dump, grid
 from counterpoint.core.timeline import Timeline
 from counterpoint.core.units import parse_bytes
+from counterpoint.job.flags import add_flags, chosen_config, given_flags
+from counterpoint.job.packages import refuse_missing
 from counterpoint.planner import catalog
 from counterpoint.planner.defaults import Wishes, default_plan
 from counterpoint.planner.forecast import Forecast, forecast, run
 from counterpoint.planner.forecast_text import describe, plan_text
 from counterpoint.planner.machines import MACHINES, usual_precision, with_budget
+from counterpoint.planner.names import nearest
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +40,10 @@ class Command:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Exit code: 0, 2 for anything the caller can fix (one line on stderr), 130 when interrupted."""
     try:
-        options = _parser().parse_args(arguments)
-        code: int = options.run(options)
+        options, unknown = _parser().parse_known_args(arguments)
+        if unknown:
+            options.parser.refuse_unknown(unknown[0])
+        code: int = options.handler(options)
         sys.stdout.flush()
         return code
     except BudgetError as error:
@@ -63,15 +69,27 @@ def _refuse_io(error: OSError) -> int:
     return _refuse(f"{error.filename or 'input or output'}: {error.strerror or error}")
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line, and the nearest option that is known."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"counterpoint: error: {message}; see {self.prog} --help\n")
+
+    def refuse_unknown(self, argument: str) -> NoReturn:
+        flag = argument.partition("=")[0]
+        known = [name for name in self._option_string_actions if name.startswith("--")]
+        self.error(f"unknown argument {flag!r}{nearest(flag, known)}")
+
+
+def _parser() -> _Parser:
+    parser = _Parser(
         prog="counterpoint", description="Train models bigger than memory: forecast first, then exactly that."
     )
     commands = parser.add_subparsers(metavar="command", required=True)
     for command in COMMANDS:
-        sub = commands.add_parser(command.name, help=command.about, description=command.about)
+        sub = commands.add_parser(command.name, help=command.about, description=command.about, allow_abbrev=False)
         command.add_arguments(sub)
-        sub.set_defaults(run=command.run)
+        sub.set_defaults(handler=command.run, parser=sub)
     return parser
 
 
@@ -165,6 +183,76 @@ def _write_views(options: argparse.Namespace, found: Forecast, program: Program,
         options.trace.write_text(viewer.trace(timeline))
 
 
+def _train_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("config", nargs="?", help="YAML file with any of the options below; flags stand over it")
+    parser.add_argument("--list", action="store_true", help="list built-in models")
+    parser.add_argument("--quiet", action="store_true", help="plain lines instead of a live panel")
+    add_flags(parser)
+
+
+def _train(options: argparse.Namespace) -> int:
+    return _run_job(options, forecast_only=False)
+
+
+def _plan(options: argparse.Namespace) -> int:
+    return _run_job(options, forecast_only=True)
+
+
+def _run_job(options: argparse.Namespace, forecast_only: bool) -> int:
+    refuse_missing()
+    if options.list:
+        from counterpoint.job.models import builtin_models
+
+        print("\n".join(f"{name:<16}{text}" for name, text in builtin_models().items()))
+        return 0
+    from counterpoint.job.run import train
+
+    config = chosen_config(options.config, given_flags(options))
+    return train(config, quiet=options.quiet, forecast_only=forecast_only)
+
+
+def _report_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("run", type=Path, help="a run folder")
+
+
+def _report(options: argparse.Namespace) -> int:
+    refuse_missing()
+    from counterpoint.job.report import report
+
+    print(report(options.run))
+    return 0
+
+
+def _export_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("source", type=Path, help="a run folder (its newest checkpoint counts) or a checkpoint")
+    parser.add_argument("target", type=Path, help="folder to write, which must not be there yet")
+
+
+def _export(options: argparse.Namespace) -> int:
+    refuse_missing()
+    from counterpoint.job.exporting import export
+
+    print(export(options.source, options.target))
+    return 0
+
+
+def _doctor_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--disk", type=Path, default=Path(), metavar="FOLDER", help="where to try the disk (default: here)")
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    refuse_missing()
+    from counterpoint.job.doctor import examine
+    from counterpoint.job.packages import find_packages
+    from counterpoint.runtime.probe import probe_machine
+
+    if not options.disk.is_dir():
+        raise ValueError(f"no folder {options.disk}: give one that is there")
+    print(examine(probe_machine(options.disk), find_packages(), options.disk.resolve()))
+    return 0
+
+
 def _positive(text: str) -> int:
     if not text.isdecimal() or not int(text):
         raise argparse.ArgumentTypeError(f"must be a whole number from 1 on, not {text!r}")
@@ -178,7 +266,14 @@ def _size(text: str) -> int:
         raise argparse.ArgumentTypeError(str(error)) from error
 
 
-COMMANDS = (Command("simulate", "forecast a training run on a machine you name", _simulate_arguments, _simulate),)
+COMMANDS = (
+    Command("train", "train a model within a memory budget", _train_arguments, _train),
+    Command("plan", "forecast what train would do on this machine, then stop", _train_arguments, _plan),
+    Command("simulate", "forecast a training run on a machine you name", _simulate_arguments, _simulate),
+    Command("report", "what a run did, beside what was forecast", _report_arguments, _report),
+    Command("export", "write a run's weights as a Hugging Face folder", _export_arguments, _export),
+    Command("doctor", "what this machine can do, and what is missing", _doctor_arguments, _doctor),
+)
 
 
 if __name__ == "__main__":

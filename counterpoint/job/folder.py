@@ -69,9 +69,12 @@ class RunFolder:
         found = self.checkpoints()
         return found[-1][1] if found else None
 
-    def remove_old_checkpoints(self, keep: int) -> None:
-        for _, path in self.checkpoints()[:-keep]:
-            shutil.rmtree(path)
+    def remove_other_checkpoints(self, step: int, keep: int) -> None:
+        """All but the newest `keep` up to `step`; later ones belong to a run that was gone back on."""
+        past = [path for at, path in self.checkpoints() if at <= step]
+        for _, path in self.checkpoints():
+            if path not in past[-keep:]:
+                shutil.rmtree(path)
 
 
 def open_folder(config: Config) -> tuple[RunFolder, Path | None]:

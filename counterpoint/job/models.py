@@ -52,6 +52,15 @@ def builtin_models() -> dict[str, str]:
     }
 
 
+def shape_of(name: str) -> Transformer:
+    """Of a built-in model."""
+    return _SHAPES[name]
+
+
+def is_built_in(name: str) -> bool:
+    return name in _SHAPES
+
+
 def build_model(name: str, vocabulary: int | None = None) -> Source:
     """Reads nothing but local files."""
     if name in _SHAPES:

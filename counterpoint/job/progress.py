@@ -2,7 +2,7 @@
 
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from types import TracebackType
 from typing import Protocol, TextIO
 
@@ -65,20 +65,24 @@ class Lines:
 
 def line(metrics: Metrics, steps: int, budget_bytes: int) -> str:
     held_out = "" if metrics.evaluation_loss is None else f" (held out {metrics.evaluation_loss:.4f})"
-    return (
-        f"step {metrics.step}/{steps}  loss {metrics.loss:.4f}{held_out}  {metrics.tokens_per_s:,.0f} tokens/s  "
-        f"memory {format_bytes(metrics.resident_bytes)} of {format_bytes(budget_bytes)}  "
-        f"read {format_bytes(metrics.read_bytes)}, wrote {format_bytes(metrics.written_bytes)}  {waiting(metrics)}"
+    parts = (
+        f"step {metrics.step}/{steps}",
+        f"loss {metrics.loss:.4f}{held_out}",
+        f"{metrics.tokens_per_s:,.0f} tokens/s",
+        f"memory {format_bytes(metrics.resident_bytes)} of {format_bytes(budget_bytes)}",
+        f"read {format_bytes(metrics.read_bytes)}, wrote {format_bytes(metrics.written_bytes)}",
+        waiting(metrics.waited_ns, metrics.step_ns),
     )
+    return "  ".join(parts)
 
 
-def waiting(metrics: Metrics) -> str:
+def waiting(waited_ns: Iterable[tuple[str, int]], time_ns: int) -> str:
     """What the computation stood still for, the longest wait first.
 
-    >>> waiting(Metrics(1, 2.0, 1e-3, 64, 1000, 0, 0, 0, 0, (("evict", 5), ("load", 125))))
+    >>> waiting((("evict", 5), ("load", 125)), 1000)
     '12 % waiting for loads'
     """
-    shares = [(100 * time_ns // max(metrics.step_ns, 1), cause) for cause, time_ns in metrics.waited_ns]
+    shares = [(100 * waited // max(time_ns, 1), cause) for cause, waited in waited_ns]
     worst = sorted((share, cause) for share, cause in shares if share)[::-1]
     return ", ".join(f"{share} % {CAUSE_TEXTS.get(cause, cause)}" for share, cause in worst) or "no waiting"
 
@@ -129,7 +133,7 @@ class Panel:
             return f"{position}, first step for {under_way_ns // 10**9} s"
         usual_ns = sum(metrics.step_ns for metrics in self._history) // len(self._history)
         left_ns = max(0, usual_ns * (self._steps - self._done) - under_way_ns)
-        return f"{position}, {left_ns // 10**9} s left"
+        return f"{position}, {-(-left_ns // 10**9)} s left"
 
     def _measured(self, grid: Table, last: Metrics) -> None:
         memory = ProgressBar(self._budget_bytes, min(last.resident_bytes, self._budget_bytes), width=_WIDTH)
@@ -140,7 +144,7 @@ class Panel:
         grid.add_row("memory", memory, budget)
         grid.add_row("speed", f"{last.tokens_per_s:,.0f} tokens/s", f"{format_ns(last.step_ns)} per step")
         moved = f"{format_bytes(last.read_bytes)} read, {format_bytes(last.written_bytes)} written"
-        grid.add_row("moved", moved, waiting(last))
+        grid.add_row("moved", moved, waiting(last.waited_ns, last.step_ns))
 
 
 def sparkline(values: Sequence[float]) -> str:

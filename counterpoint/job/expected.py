@@ -1,0 +1,29 @@
+"""The trainer's forecast -> the few numbers that a report sets beside what was measured."""
+
+from dataclasses import dataclass
+
+from counterpoint.trainer import Trainer
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """One step as it was forecast; `state_bytes` are weights, gradients and optimizer state together."""
+
+    budget_bytes: int
+    state_bytes: int
+    step_ns: int
+    peak_bytes: int
+    read_bytes: int
+    written_bytes: int
+
+
+def expected_of(trainer: Trainer) -> Expected:
+    forecast = trainer.forecast
+    return Expected(
+        budget_bytes=trainer.memory_bytes,
+        state_bytes=forecast.training_bytes,
+        step_ns=forecast.step_ns,
+        peak_bytes=forecast.peak_bytes,
+        read_bytes=forecast.read_bytes,
+        written_bytes=forecast.written_bytes,
+    )

@@ -1,0 +1,91 @@
+"""Config -> everything a run needs, each part refused with its reason before the first step."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+from counterpoint.core.errors import ExecutionError
+from counterpoint.job.config import OPTIONS, STDLIB, Config
+from counterpoint.job.config_file import read_config
+from counterpoint.job.data import Data, open_data
+from counterpoint.job.folder import RunFolder
+from counterpoint.job.models import Source, build_model, is_built_in
+from counterpoint.job.optimizers import build_optimizer
+from counterpoint.job.token_cache import cache_facts
+from counterpoint.runtime.memory_process import memory_limit_bytes
+from counterpoint.runtime.probe_compute import gemm_works
+
+Say = Callable[[str], None]
+
+
+@dataclass(frozen=True)
+class Setup:
+    config: Config
+    folder: RunFolder
+    checkpoint: Path | None
+    source: Source
+    data: Data
+    optimizer: torch.optim.Optimizer
+
+
+def resolve(config: Config, folder: RunFolder) -> Config:
+    """What was left open filled in, and paths that hold wherever the run goes on from."""
+    return replace(
+        config,
+        model=config.model if is_built_in(config.model) else _anchored(config.model),
+        data=config.data if config.data == STDLIB else _anchored(config.data),
+        validation_data=config.validation_data and _anchored(config.validation_data),
+        tokenizer=config.tokenizer and _anchored(config.tokenizer),
+        memory=config.memory or f"{memory_limit_bytes() * 3 // 4 >> 20}MiB",
+        run=str(folder.root),
+        resume=None,
+    )
+
+
+def _anchored(place: str) -> str:
+    return str(Path(place).resolve()) if Path(place).exists() else place
+
+
+def set_up(config: Config, folder: RunFolder, checkpoint: Path | None, say: Say) -> Setup:
+    """`config` is resolved. The folder is there; what is tokenised goes into it."""
+    _refuse_broken_products(config)
+    source = build_model(config.model, config.vocabulary)
+    if source.max_length is not None and config.sequence_length > source.max_length:
+        raise ValueError(
+            f"{source.name} takes sequences of up to {source.max_length} tokens, not {config.sequence_length}"
+        )
+    optimizer = build_optimizer(config, source.model)
+    before = cache_facts(folder.data / "tokens.bin").get("digest")
+    data = open_data(config, source.vocabulary, source.weights, folder.data, say)
+    if checkpoint is not None and before not in (None, data.digest):
+        data.close()
+        raise ExecutionError(
+            f"the data is not what {folder.root} was trained on: put it back, or give a new run folder with run"
+        )
+    return Setup(config, folder, checkpoint, source, data, optimizer)
+
+
+def stated(config: Config) -> str:
+    """What differs from the defaults, in one line."""
+    pairs = ((name, getattr(config, name)) for name in OPTIONS if name != "run")
+    return ", ".join(f"{name} {value}" for name, value in pairs if value != OPTIONS[name].default)
+
+
+def changes(config: Config, folder: RunFolder) -> str:
+    """What differs from the config the folder was last run with; empty if nothing does."""
+    if not folder.config.is_file():
+        return ""
+    before = read_config(folder.config, {})
+    pairs = [(name, getattr(before, name), getattr(config, name)) for name in OPTIONS if name != "run"]
+    return ", ".join(f"{name} {old} -> {new}" for name, old, new in pairs if old != new)
+
+
+def _refuse_broken_products(config: Config) -> None:
+    """A product that traps would end the process without a word."""
+    if config.precision == "bf16" and not gemm_works(torch.bfloat16):
+        raise ExecutionError(
+            "products in bf16 kill a process on this machine: set ONEDNN_MAX_CPU_ISA=AVX512_CORE_FP16 "
+            "in the environment, or use precision: fp32"
+        )
