@@ -1,0 +1,60 @@
+"""A frame -> where at home each parameter and each tensor of optimizer state lies."""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from math import prod
+
+import torch
+
+from counterpoint.decomposer.chain import NO_LAYER, Chain
+from counterpoint.runtime.frame import Flat, Frame, Slot
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A tensor at home: it begins `offset_bytes` into the extent of `key`."""
+
+    key: str
+    offset_bytes: int
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @property
+    def num_bytes(self) -> int:
+        return prod(self.shape) * self.dtype.itemsize
+
+
+def parameter_places(frame: Frame) -> dict[str, Place]:
+    """Every parameter of the model in its order, also those that no layer uses."""
+    found: dict[str, Place] = {}
+    for kind, flats in (("weight", frame.weights), ("constant", frame.constants)):
+        for layer, flat in enumerate(flats):
+            found |= {slot.name: _place(f"{kind} {layer}", slot) for slot in flat.slots}
+    for name, spec in frame.chain.parameters.items():
+        if spec.owner == NO_LAYER:
+            found[name] = Place(_unused_key(name), 0, spec.shape, spec.dtype)
+    return {name: found[name] for name in frame.chain.parameters}
+
+
+def state_places(states: tuple[Flat, ...], layer: int) -> dict[tuple[str, str], Place]:
+    """A layer's optimizer state by parameter and key."""
+    found = {}
+    for slot in states[layer].slots:
+        parameter, _, key = slot.name.rpartition("\0")
+        found[parameter, key] = _place(f"state {layer}", slot)
+    return found
+
+
+def unused_sizes(chain: Chain) -> Mapping[str, int]:
+    """Keys and sizes at home of parameters that no layer uses: they are saved and exported with the others."""
+    return {
+        _unused_key(name): max(spec.num_bytes, 1) for name, spec in chain.parameters.items() if spec.owner == NO_LAYER
+    }
+
+
+def _place(key: str, slot: Slot) -> Place:
+    return Place(key, slot.offset_bytes, slot.shape, slot.dtype)
+
+
+def _unused_key(name: str) -> str:
+    return f"unused {name}"

@@ -1,0 +1,90 @@
+"""A profile and a memory budget -> the plan, its program and its forecast; or the smallest budget that would do."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from counterpoint.core.costs import Costs
+from counterpoint.core.errors import BudgetError
+from counterpoint.core.machine import Device, Home, Link, Machine, Tier
+from counterpoint.core.plan import Plan
+from counterpoint.core.profile import Profile
+from counterpoint.core.program import Program
+from counterpoint.core.units import format_bytes
+from counterpoint.passes.residency import smallest_budgets
+from counterpoint.planner.forecast import Forecast, forecast, run
+from counterpoint.planner.search import Freedom, search
+from counterpoint.runtime.disk_file import free_bytes
+from counterpoint.runtime.probe import DiskSpeed, probe_disk
+from counterpoint.schedules import write_program
+
+MARGIN_PERCENT = 4  # of the budget, for what an allocator keeps beyond what is asked of it
+_SLACK_BYTES = 32 << 20  # by which the process itself may differ from one start to the next
+_PROBE_BYTES = 256 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """`budget_bytes` is what programs may use: the memory without the process itself and a margin."""
+
+    machine: Machine
+    budget_bytes: int
+    plan: Plan
+    program: Program
+    forecast: Forecast
+
+
+def decide(
+    profile: Profile, memory_bytes: int, base_bytes: int, folder: Path, freedom: Freedom, plan: Plan | None
+) -> Decision:
+    """Search for a plan, or take the one that is given."""
+    budget = memory_bytes - base_bytes - memory_bytes * MARGIN_PERCENT // 100
+    machine = this_machine(max(budget, 1), folder)
+    try:
+        if plan is not None:
+            program, timeline = run(profile, machine, plan, steps=3)
+        else:
+            found = search(profile, machine, freedom)
+            plan, program, timeline = found.plan, found.program, found.timeline
+    except BudgetError as error:
+        raise _too_small(profile, memory_bytes, base_bytes, plan, error) from error
+    return Decision(machine, budget, plan, program, forecast(profile, machine, plan, program, timeline))
+
+
+def this_machine(budget: int, folder: Path) -> Machine:
+    """This machine as the planner sees it: RAM under a budget, and a disk."""
+    speed = _disk_speed(folder.stat().st_dev, folder)
+    home = Home("disk", ("disk read",), ("disk write",))
+    links = (
+        Link("disk read", speed.read_bytes_per_s, 100_000),
+        Link("disk write", speed.write_bytes_per_s, 100_000),
+    )
+    return Machine("this machine", (Device("cpu", budget, (home,)),), links, (Tier("disk", 2**62),))
+
+
+_SPEEDS: dict[int, DiskSpeed] = {}
+
+
+def _disk_speed(device: int, folder: Path) -> DiskSpeed:
+    """Measured once for each file system."""
+    if device not in _SPEEDS:
+        _SPEEDS[device] = probe_disk(folder, min(_PROBE_BYTES, free_bytes(folder) // 2))
+    return _SPEEDS[device]
+
+
+def _too_small(
+    profile: Profile, memory_bytes: int, base_bytes: int, plan: Plan | None, error: BudgetError
+) -> BudgetError:
+    """The same error in terms of the memory that the user gives."""
+    smallest = error.smallest_bytes
+    if smallest is None and plan is not None:
+        smallest = smallest_budgets(write_program(plan, profile.outline()), Costs(profile, plan))[0]
+    if smallest is None:
+        return error
+    needed = (smallest + base_bytes + _SLACK_BYTES) * 100 // (100 - MARGIN_PERCENT)
+    needed = -(-needed // 2**20) * 2**20
+    return BudgetError(
+        f"{format_bytes(memory_bytes)} of memory cannot train this model: the process itself takes "
+        f"{format_bytes(base_bytes)}, and no plan fits into the rest; the smallest memory that works is "
+        f"{needed >> 20}MiB",
+        needed,
+    )

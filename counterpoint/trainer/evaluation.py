@@ -1,0 +1,54 @@
+"""A trainer's chain and plan -> the mean loss of a batch, through the same store and executor as the training."""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from counterpoint.core.costs import Costs
+from counterpoint.core.homes import single_home
+from counterpoint.core.plan import Plan
+from counterpoint.core.program import Program
+from counterpoint.decomposer.evaluation import evaluation_chain
+from counterpoint.passes.residency import place
+from counterpoint.runtime.compute import Compute, Step
+from counterpoint.runtime.executor import Executor
+from counterpoint.runtime.frame import frame_of
+from counterpoint.schedules import evaluation
+
+
+class Evaluator:
+    """Runs forward programs. Everything is at home before and after; `training` lends its buffers and its seed."""
+
+    def __init__(self, executor: Executor, training: Compute, costs: Costs, plan: Plan, budget: int) -> None:
+        self.executor, self.training, self.costs, self.plan, self.budget = executor, training, costs, plan, budget
+        self.frame = frame_of(evaluation_chain(training.chain))
+        self._programs: dict[int, Program] = {}
+
+    def loss(self, batches: Sequence[Mapping[int, Tensor]]) -> float:
+        """The mean of the microbatches' losses."""
+        part = self._program(len(batches)).devices[0]
+        store, executor, training = self.executor.store, self.executor, self.training
+        compute = Compute(
+            self.frame, store, None, training.buffers, len(batches), training.seed, training.autocast, None
+        )
+        compute.steps[0] = step = Step(0, batches)
+        num_spans, counted = len(executor.spans), store.num_microbatches
+        executor.compute, store.num_microbatches = compute, len(batches)
+        try:
+            executor.restart()
+            for tasks in (part.prologue, part.epilogue):
+                executor.run(tasks, 0)
+            executor.drain()
+            store.forget_passing()
+        finally:
+            executor.compute, store.num_microbatches = training, counted
+            del executor.spans[num_spans:]
+        return float(torch.stack(list(step.losses.values())).mean())
+
+    def _program(self, num_microbatches: int) -> Program:
+        if num_microbatches not in self._programs:
+            order = evaluation.write(self.plan, self.frame.outline, num_microbatches)
+            homes = single_home("disk", 1, self.frame.num_layers)
+            self._programs[num_microbatches] = place(order, self.costs, (self.budget,), homes)
+        return self._programs[num_microbatches]

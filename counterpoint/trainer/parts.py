@@ -1,0 +1,82 @@
+"""What a user gives -> what is trained: one module, its chain, its parameters' names, its batches."""
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from counterpoint.core.errors import ModelError
+from counterpoint.decomposer import chain_of_modules, decompose
+from counterpoint.decomposer.chain import Batch, Chain, name_tensors
+from counterpoint.decomposer.example import Loss
+from counterpoint.runtime.frame import Flat, Frame
+from counterpoint.runtime.optimizer import UpdateRule
+
+Model = nn.Module | Sequence[nn.Module]
+
+
+def module_of(model: Model) -> nn.Module:
+    """The module that names are taken from; a list of modules becomes one."""
+    return model if isinstance(model, nn.Module) else nn.ModuleList(model)
+
+
+def chain_of(model: Model, example: Batch, loss: Loss | None) -> Chain:
+    if isinstance(model, nn.Module):
+        return decompose(model, example, loss=loss)
+    return chain_of_modules(model, example, loss)
+
+
+def names_of(module: nn.Module, chain: Chain) -> dict[int, str]:
+    """Names of parameters in the chain, by identity."""
+    named = module.named_parameters(remove_duplicate=False)
+    return {id(parameter): chain.aliases.get(name, name) for name, parameter in named}
+
+
+def states_of(frame: Frame, rule: UpdateRule) -> tuple[Flat, ...]:
+    """Each layer's optimizer state as a flat stretch; slots are named by parameter and key."""
+    known: dict[tuple[int, tuple[int, ...], torch.dtype], tuple] = {}  # type: ignore[type-arg]
+    found = []
+    for weights in frame.weights:
+        tensors = []
+        for slot in weights.slots:
+            if slot.name not in rule.group_of:
+                continue
+            key = (rule.group_of[slot.name], slot.shape, slot.dtype)
+            if key not in known:
+                known[key] = rule.state_tensors(slot.name, slot.shape, slot.dtype)
+            tensors += [(f"{slot.name}\0{t.key}", t.shape, t.dtype) for t in known[key]]
+        found.append(Flat.of(tensors))
+    return tuple(found)
+
+
+def batch_size(chain: Chain, batch: Batch) -> int:
+    """The number of samples; all tensors of a batch must agree on it."""
+    tensors = _tensors(chain, batch)
+    sizes = {name: int(tensor.shape[0]) for name, tensor in tensors.items() if tensor.dim()}
+    if len(set(sizes.values())) > 1:
+        raise ModelError(f"the tensors of the batch have different numbers of samples: {sizes}")
+    return next(iter(sizes.values()), 1)
+
+
+def microbatches(chain: Chain, batch: Batch, size: int) -> list[Mapping[int, Tensor]]:
+    """The batch in pieces of `size` samples, by value; refuses one that is not of the example's form."""
+    tensors = _tensors(chain, batch)
+    return [
+        chain.bind({name: tensor[k : k + size] if tensor.dim() else tensor for name, tensor in tensors.items()})
+        for k in range(0, batch_size(chain, batch), size)
+    ]
+
+
+def tokens_per_sample(chain: Chain, example: Batch) -> int:
+    first = next(iter(_tensors(chain, example).values()))
+    return int(first.shape[1]) if first.dim() == 2 and not first.dtype.is_floating_point else 1
+
+
+def _tensors(chain: Chain, batch: Batch) -> dict[str, Tensor]:
+    tensors = name_tensors(batch, tuple(chain.batch))
+    wrong = [
+        f"{name!r} is a {type(entry).__name__}" for name, entry in tensors.items() if not isinstance(entry, Tensor)
+    ]
+    if wrong:
+        raise ModelError(f"the batch does not fit the example: {', '.join(wrong)}, not a tensor")
+    return tensors

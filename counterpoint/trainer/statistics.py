@@ -1,0 +1,33 @@
+"""Spans of a run -> what a trainer tells of itself: memory, bytes moved, time waited."""
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from counterpoint.core.timeline import Span, cause_of
+
+
+@dataclass(frozen=True, slots=True)
+class Statistics:
+    """Memory of the whole process now and at its peak; bytes moved in all and in the last step; waits of that step."""
+
+    resident_bytes: int
+    peak_bytes: int
+    loaded_bytes: int
+    evicted_bytes: int
+    read_bytes: int
+    written_bytes: int
+    waited_ns: tuple[tuple[str, int], ...]
+
+
+def waited(spans: Iterable[Span], step: int, begin_ns: int) -> tuple[tuple[str, int], ...]:
+    """How long the computations of a step that began at `begin_ns` stood still, by cause."""
+    found: dict[str, int] = {}
+    free = begin_ns
+    for span in spans:
+        if span.lane != "compute" or span.step != step:
+            continue
+        if span.start_ns > free:
+            cause = cause_of(span.blocked_by)
+            found[cause] = found.get(cause, 0) + span.start_ns - free
+        free = max(free, span.end_ns)
+    return tuple(sorted(found.items(), key=lambda item: -item[1]))
