@@ -14,10 +14,13 @@ from counterpoint.core.errors import ModelError
 from counterpoint.decomposer.chain import MODEL_INPUT, NO_LAYER, Chain, Layer, TensorSpec, Value
 from counterpoint.decomposer.example import batch_shape
 from counterpoint.decomposer.layering import Code, GraphBody, Piece, body, piece, separate_uses
+from counterpoint.decomposer.liveness import Reach, only_live, reach_of
 from counterpoint.decomposer.naming import name_segments
 from counterpoint.decomposer.nodes import extents, is_random
 from counterpoint.decomposer.tensors import Tensors
 from counterpoint.decomposer.tracing import Trace
+
+NO_GRADIENT = "the loss does not depend on any parameter that trains: check requires_grad and the loss"
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,6 +30,7 @@ class Result:
     shape: tuple[int, ...]
     dtype: torch.dtype
     needs_grad: bool
+    reach: Reach
 
 
 def assemble(
@@ -37,7 +41,7 @@ def assemble(
     batch: Mapping[str, Tensor],
     device: torch.device,
 ) -> Chain:
-    loss = _loss_node(trace)
+    loss = _loss_node(trace, segments)
     fallback = _smallest(trace, batch)
     pieces = [piece(segment, duplicates, trace, fallback, loss) for segment in segments]
     values = _number(pieces, trace, batch)
@@ -45,6 +49,7 @@ def assemble(
     code: Code = {}
     known: dict[str, list[Result]] = {}
     layers: list[Layer] = []
+    reaches: list[list[Reach]] = []
     for name, part in zip(name_segments(segments, trace), pieces, strict=True):
         shared = [n for n in part.inputs if values[n].needs_grad and len(values[n].consumers) > 1]
         uses = separate_uses(part, shared)
@@ -57,12 +62,16 @@ def assemble(
             values[node] = _confirmed(values[node], result, probe_size)
         outputs = [values[node] for node in part.outputs]
         layers.append(_layer(len(layers), name, part, made, inputs, outputs, signature))
-    return _chain(tuple(layers), tuple(values.values()), values[loss].index, tensors, trace, values)
+        reaches.append([result.reach for result in known[signature]])
+    return _chain(layers, values, values[loss].index, tensors, trace, reaches)
 
 
-def _loss_node(trace: Trace) -> fx.Node:
+def _loss_node(trace: Trace, segments: Sequence[Sequence[fx.Node]]) -> fx.Node:
     output = next(node for node in trace.module.graph.nodes if node.op == "output")
-    return cast(fx.Node, output.args[0][0])
+    loss = cast(fx.Node, output.args[0][0])
+    if not any(loss in segment for segment in segments):
+        raise ModelError(NO_GRADIENT)
+    return loss
 
 
 def _smallest(trace: Trace, batch: Mapping[str, Tensor]) -> fx.Node:
@@ -105,7 +114,12 @@ def _probe(
         buffers = {n: blank(tensors.buffers[n].shape, tensors.buffers[n].dtype, False) for n in made.buffers}
         arguments = [blank(v.shape_at(batch_size), v.dtype, v.needs_grad) for v in inputs]
         outputs, _ = made.run(parameters, buffers, arguments)
-    return [Result(tuple(output.shape), output.dtype, output.requires_grad) for output in outputs]
+    leaves = list(parameters.values())
+    reaches = [reach_of(output, arguments, leaves) for output in outputs]
+    return [
+        Result(tuple(output.shape), output.dtype, output.requires_grad, reach)
+        for output, reach in zip(outputs, reaches, strict=True)
+    ]
 
 
 def _confirmed(value: Value, result: Result, batch_size: int) -> Value:
@@ -158,18 +172,20 @@ def _facts(spec: TensorSpec) -> tuple[object, ...]:
 
 
 def _chain(
-    layers: tuple[Layer, ...],
-    values: tuple[Value, ...],
+    layers: Sequence[Layer],
+    by_node: Mapping[fx.Node, Value],
     loss: int,
     tensors: Tensors,
     trace: Trace,
-    by_node: Mapping[fx.Node, Value],
+    reaches: Sequence[Sequence[Reach]],
 ) -> Chain:
     """Give each parameter to the first layer that uses it."""
+    values = list(by_node.values())
     if not values[loss].needs_grad:
-        raise ModelError("the loss does not depend on any parameter that trains: check requires_grad and the loss")
+        raise ModelError(NO_GRADIENT)
     batch = {trace.batch[node.name]: value.index for node, value in by_node.items() if node.name in trace.batch}
-    return own(layers, values, loss, tensors, batch)
+    layers, values, parameters = only_live(layers, values, tensors.parameters, loss, reaches)
+    return own(layers, tuple(values), loss, replace(tensors, parameters=parameters), batch)
 
 
 def own(

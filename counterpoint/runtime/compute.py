@@ -34,7 +34,7 @@ from counterpoint.core.task import (
 from counterpoint.decomposer.randomness import layer_seed
 from counterpoint.runtime.frame import Frame
 from counterpoint.runtime.optimizer import UpdateRule
-from counterpoint.runtime.saved import SavedTensors, WeightView
+from counterpoint.runtime.saved import SavedTensors, WeightView, copied, hollow
 from counterpoint.runtime.store import Store
 
 
@@ -76,7 +76,7 @@ class Compute:
         self.buffers, self.num_microbatches, self.seed = buffers, num_microbatches, seed
         self.autocast, self.max_grad_norm = autocast, max_grad_norm
         self.graphs: dict[tuple[int, int], _Graph] = {}
-        self.forwarded: set[tuple[int, int]] = set()
+        self.forwarded: dict[tuple[int, int], dict[str, Tensor]] = {}
         self.steps: dict[int, Step] = {}
         self.started: dict[Buffer, set[str]] = {}
         self.training = True
@@ -92,12 +92,12 @@ class Compute:
             else:
                 with torch.no_grad():
                     outputs = self._run(layer, task.microbatch, task.version, values, leaves=False)[1]
-            self.forwarded.add((layer, task.microbatch))
             self._pass_on(layer, outputs, values, task.microbatch)
             self._forget_used(layer, values, keep)
         for value in keep:
             tensor = values[value]
-            owned = tensor.clone() if self.store.is_lent(tensor) else tensor
+            lent = self.store.is_lent(tensor) or self._is_weight(tensor, task)
+            owned = copied(tensor) if lent else tensor
             self.store.put(activation(self.frame.numbers[value], task.microbatch), owned)
 
     def backward(self, task: Backward) -> None:
@@ -112,7 +112,7 @@ class Compute:
         inside: dict[int, Tensor] = {}
         for layer in range(task.last, task.first - 1, -1):
             self._differentiate(layer, task, inside)
-            self.forwarded.discard((layer, task.microbatch))
+            self.forwarded.pop((layer, task.microbatch), None)
 
     def norm(self, task: Norm) -> None:
         step = self._step_of(task.step)
@@ -176,20 +176,34 @@ class Compute:
     def _run(
         self, layer: int, microbatch: int, version: int, values: Mapping[int, Tensor], leaves: bool
     ) -> tuple[_Graph, tuple[Tensor, ...]]:
-        """One layer on its inputs, and its outputs; buffers it mutates change only the first time."""
+        """One layer on its inputs, and its outputs; a second run finds the buffers of the first and changes none."""
         spec = self.chain.layers[layer]
         inputs = [self._input(value, microbatch, values, leaves) for value in spec.inputs]
         parameters = self._parameters(layer, version, leaves)
-        if spec.random and self.training:
-            step = self.steps[microbatch // self.num_microbatches]
-            local = microbatch % self.num_microbatches
-            torch.default_generator.manual_seed(layer_seed(self.seed, step.number, local, layer))
-        with self._autocast():
-            outputs, mutated = spec.run(parameters, self.buffers, inputs)
-        if mutated and self.training and (layer, microbatch) not in self.forwarded:
+        again = self.training and (layer, microbatch) in self.forwarded
+        buffers = self.forwarded[layer, microbatch] if again else {name: self.buffers[name] for name in spec.buffers}
+        with self._autocast(), self._randomness(layer, microbatch):
+            outputs, mutated = spec.run(parameters, buffers, inputs)
+        if self.training and not again:
+            self.forwarded[layer, microbatch] = buffers
             self.buffers.update({name: tensor.detach() for name, tensor in mutated.items()})
         edges = [get_gradient_edge(output) if output.requires_grad else None for output in outputs]
         return _Graph(inputs, edges, parameters), outputs
+
+    @contextlib.contextmanager
+    def _randomness(self, layer: int, microbatch: int) -> Iterator[None]:
+        """The layer's own random numbers; those of the user go on afterwards where they were."""
+        if not (self.chain.layers[layer].random and self.training):
+            yield
+            return
+        before = torch.default_generator.get_state()
+        step = self.steps[microbatch // self.num_microbatches]
+        local = microbatch % self.num_microbatches
+        torch.default_generator.manual_seed(layer_seed(self.seed, step.number, local, layer))
+        try:
+            yield
+        finally:
+            torch.default_generator.set_state(before)
 
     def _autocast(self) -> contextlib.AbstractContextManager[object]:
         if self.autocast is None:
@@ -204,7 +218,7 @@ class Compute:
         else:
             return self._batch(microbatch)[value]
         if leaf and self.chain.values[value].needs_grad:
-            return tensor.detach().requires_grad_()
+            return _leaf(tensor)
         return tensor.detach()
 
     def _parameters(self, layer: int, version: int, leaves: bool) -> dict[str, Tensor]:
@@ -262,10 +276,16 @@ class Compute:
             graph, outputs = self._run(layer, microbatch, version, values, leaves=True)
         for leaf in (*graph.inputs, *graph.parameters.values()):
             if leaf.is_leaf and leaf.requires_grad:
-                # Only the shape of a leaf matters from here on; its memory may be dropped or move.
-                leaf.data = torch.empty(1, dtype=leaf.dtype).expand(leaf.shape)
+                # Only the form of a leaf matters from here on; its memory may be dropped or move.
+                leaf.data = hollow(leaf)
         self.graphs[layer, microbatch] = graph
         return tuple(output.detach() for output in outputs)
+
+    def _is_weight(self, tensor: Tensor, task: Forward) -> bool:
+        """Whether a tensor lies in the weights of a pack, which change and go."""
+        address = tensor.untyped_storage().data_ptr()
+        layers = range(task.first, task.last + 1)
+        return any(address == found for i in layers for _, found, _ in self._weight_addresses(i, task.version))
 
     def _weight_addresses(self, layer: int, version: int) -> Iterator[tuple[str, int, Buffer]]:
         spec = self.chain.layers[layer]
@@ -295,13 +315,18 @@ class Compute:
         torch.autograd.backward(roots, seeds)
         for hook in hooks:
             hook.remove()
+        taken = {seed.untyped_storage().data_ptr() for seed in seeds}
         for value, leaf in reversed(list(zip(spec.inputs, graph.inputs, strict=True))):
             if leaf.grad is not None:
-                self._add_input_grad(value, leaf.grad, task, inside)
+                # Gradients may be views of one another or of what came in, and they are added to in place.
+                address = leaf.grad.untyped_storage().data_ptr()
+                self._add_input_grad(value, copied(leaf.grad) if address in taken else leaf.grad, task, inside)
+                taken.add(address)
 
     def _output_grad(self, value: int, microbatch: int, inside: dict[int, Tensor]) -> Tensor | None:
         if value == self.chain.loss:
-            return torch.tensor(1.0 / self.num_microbatches)
+            loss = self.steps[microbatch // self.num_microbatches].losses[microbatch]
+            return torch.ones_like(loss) / self.num_microbatches
         if value in inside:
             return inside.pop(value)
         if value not in self.frame.numbers:
@@ -341,6 +366,14 @@ class Compute:
                 copy = _copier(targets[buffer][name], name, self.started[buffer])
                 hooks.append(leaf.register_post_accumulate_grad_hook(copy))
         return hooks
+
+
+def _leaf(tensor: Tensor) -> Tensor:
+    """A leaf over the same memory that is no view of it: given other data, it lets go of the memory."""
+    with torch.no_grad():
+        alias = torch.empty(0, dtype=tensor.dtype)
+        alias.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())  # type: ignore[call-overload]
+    return alias.requires_grad_()
 
 
 def _copier(target: Tensor, name: str, started: set[str]) -> Callable[[Tensor], None]:
