@@ -18,7 +18,7 @@ from counterpoint.decomposer.nodes import argument, is_random, op_name
 
 _DROPOUTS = frozenset(["dropout", "alpha_dropout", "feature_dropout", "feature_alpha_dropout"])
 _STATISTICS = {"batch_norm": "training", "instance_norm": "use_input_stats"}
-_MODES = {name: "train" for name in ("lstm", "gru", "rnn_tanh", "rnn_relu", "native_dropout")} | {"rrelu": "training"}
+_MODES = dict.fromkeys(("lstm", "gru", "rnn_tanh", "rnn_relu", "native_dropout"), "train") | {"rrelu": "training"}
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,11 +19,12 @@ class Expected:
 
 def expected_of(trainer: Trainer) -> Expected:
     forecast = trainer.forecast
+    moved = dict(forecast.link_bytes)
     return Expected(
         budget_bytes=trainer.memory_bytes,
         state_bytes=forecast.training_bytes,
         step_ns=forecast.step_ns,
-        peak_bytes=forecast.peak_bytes,
-        read_bytes=forecast.read_bytes,
-        written_bytes=forecast.written_bytes,
+        peak_bytes=trainer.base_bytes + forecast.tiers[0].peak_bytes,
+        read_bytes=moved.get("disk read", 0),
+        written_bytes=moved.get("disk write", 0),
     )

@@ -71,7 +71,7 @@ def _folder_of(folder: RunFolder) -> Iterator[None]:
 
 def _trainer(setup: Setup) -> Trainer:
     config = setup.config
-    trainer = Trainer(
+    return Trainer(
         setup.source.model,
         setup.optimizer,
         example=setup.data.training.batch(0, config.minibatch),
@@ -85,14 +85,8 @@ def _trainer(setup: Setup) -> Trainer:
         schedule=config.schedule,
         activations=config.activations,
         weights=setup.source.weights,
+        resume=setup.checkpoint,
     )
-    if setup.checkpoint is not None:
-        try:
-            trainer.load(setup.checkpoint)
-        except BaseException:
-            trainer.close()
-            raise
-    return trainer
 
 
 def _record(setup: Setup, trainer: Trainer) -> None:
@@ -101,8 +95,8 @@ def _record(setup: Setup, trainer: Trainer) -> None:
     folder.config.write_text(config_text(setup.config))
     files.save(trainer.plan, folder.plan)
     files.save(expected_of(trainer), folder.forecast)
-    folder.forecast_text.write_text(trainer.forecast.text() + "\n")
-    _say(f"\n{trainer.forecast.text()}\n")
+    folder.forecast_text.write_text(trainer.describe() + "\n")
+    _say(f"\n{trainer.describe()}\n")
 
 
 def _run(setup: Setup, trainer: Trainer, quiet: bool) -> int | None:

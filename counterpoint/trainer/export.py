@@ -64,10 +64,9 @@ def _write_shards(folder: Path, shards: list[dict[str, Source]], store: Store, m
 
 
 def _save_config(folder: Path, model: Any, tensors: Mapping[str, Source]) -> None:
-    config = getattr(model, "config", None)
-    if not hasattr(config, "save_pretrained"):
+    if not hasattr(getattr(model, "config", None), "save_pretrained"):
         return
-    config = copy.deepcopy(config)
+    config = copy.deepcopy(model.config)
     config.architectures = [type(model).__name__]
     dtypes = [tensor.dtype for tensor in tensors.values() if tensor.dtype.is_floating_point]
     config.dtype = dtypes[0] if dtypes else None
