@@ -33,16 +33,17 @@ from counterpoint.core.task import (
 )
 from counterpoint.decomposer.randomness import layer_seed
 from counterpoint.runtime.frame import Frame
+from counterpoint.runtime.gradients import Entrance, added, copied
 from counterpoint.runtime.optimizer import UpdateRule
-from counterpoint.runtime.saved import SavedTensors, WeightView, copied, hollow
+from counterpoint.runtime.saved import SavedTensors, WeightView
 from counterpoint.runtime.store import Store
 
 
 @dataclass(slots=True)
 class _Graph:
-    """One layer's run, waiting to be differentiated: a leaf per occurrence of an input, and per weight."""
+    """One layer's run, waiting to be differentiated: an entrance per occurrence of an input, a leaf per weight."""
 
-    inputs: list[Tensor]
+    inputs: list[Entrance]
     outputs: list[GradientEdge | None]
     parameters: dict[str, Tensor]
 
@@ -178,7 +179,11 @@ class Compute:
     ) -> tuple[_Graph, tuple[Tensor, ...]]:
         """One layer on its inputs, and its outputs; a second run finds the buffers of the first and changes none."""
         spec = self.chain.layers[layer]
-        inputs = [self._input(value, microbatch, values, leaves) for value in spec.inputs]
+        entrances = [Entrance() for _ in spec.inputs]
+        inputs = [self._input(value, microbatch, values) for value in spec.inputs]
+        if leaves:
+            trains = [self.chain.values[value].needs_grad for value in spec.inputs]
+            inputs = [e.enter(t) if grad else t for e, t, grad in zip(entrances, inputs, trains, strict=True)]
         parameters = self._parameters(layer, version, leaves)
         again = self.training and (layer, microbatch) in self.forwarded
         buffers = self.forwarded[layer, microbatch] if again else {name: self.buffers[name] for name in spec.buffers}
@@ -188,7 +193,7 @@ class Compute:
             self.forwarded[layer, microbatch] = buffers
             self.buffers.update({name: tensor.detach() for name, tensor in mutated.items()})
         edges = [get_gradient_edge(output) if output.requires_grad else None for output in outputs]
-        return _Graph(inputs, edges, parameters), outputs
+        return _Graph(entrances, edges, parameters), outputs
 
     @contextlib.contextmanager
     def _randomness(self, layer: int, microbatch: int) -> Iterator[None]:
@@ -210,16 +215,12 @@ class Compute:
             return contextlib.nullcontext()
         return torch.autocast("cpu", dtype=self.autocast)
 
-    def _input(self, value: int, microbatch: int, values: Mapping[int, Tensor], leaf: bool) -> Tensor:
+    def _input(self, value: int, microbatch: int, values: Mapping[int, Tensor]) -> Tensor:
         if value in values:
-            tensor = values[value]
-        elif value in self.frame.numbers:
-            tensor = self.store.get(activation(self.frame.numbers[value], microbatch))
-        else:
-            return self._batch(microbatch)[value]
-        if leaf and self.chain.values[value].needs_grad:
-            return _leaf(tensor)
-        return tensor.detach()
+            return values[value]
+        if value in self.frame.numbers:
+            return self.store.get(activation(self.frame.numbers[value], microbatch))
+        return self._batch(microbatch)[value]
 
     def _parameters(self, layer: int, version: int, leaves: bool) -> dict[str, Tensor]:
         spec = self.chain.layers[layer]
@@ -274,10 +275,10 @@ class Compute:
             known[address] = (buffer, name)
         with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
             graph, outputs = self._run(layer, microbatch, version, values, leaves=True)
-        for leaf in (*graph.inputs, *graph.parameters.values()):
-            if leaf.is_leaf and leaf.requires_grad:
-                # Only the form of a leaf matters from here on; its memory may be dropped or move.
-                leaf.data = hollow(leaf)
+        for leaf in graph.parameters.values():
+            if leaf.requires_grad:
+                # Only the shape of a leaf matters from here on; its memory may be dropped or move.
+                leaf.data = torch.empty(1, dtype=leaf.dtype).expand(leaf.shape)
         self.graphs[layer, microbatch] = graph
         return tuple(output.detach() for output in outputs)
 
@@ -316,11 +317,12 @@ class Compute:
         for hook in hooks:
             hook.remove()
         taken = {seed.untyped_storage().data_ptr() for seed in seeds}
-        for value, leaf in reversed(list(zip(spec.inputs, graph.inputs, strict=True))):
-            if leaf.grad is not None:
+        for value, entrance in reversed(list(zip(spec.inputs, graph.inputs, strict=True))):
+            if entrance.grad is not None:
                 # Gradients may be views of one another or of what came in, and they are added to in place.
-                address = leaf.grad.untyped_storage().data_ptr()
-                self._add_input_grad(value, copied(leaf.grad) if address in taken else leaf.grad, task, inside)
+                address = entrance.grad.untyped_storage().data_ptr()
+                share = copied(entrance.grad) if address in taken else entrance.grad
+                self._add_input_grad(value, share, task, inside)
                 taken.add(address)
 
     def _output_grad(self, value: int, microbatch: int, inside: dict[int, Tensor]) -> Tensor | None:
@@ -341,10 +343,12 @@ class Compute:
         buffer = activation_grad(self.frame.numbers[value], task.microbatch)
         if self.chain.values[value].producer >= task.first:
             if value not in inside and buffer in self.store.values:
-                inside[value] = self.store.get(buffer).clone()
-            inside[value] = inside[value].add_(contribution) if value in inside else contribution
+                inside[value] = copied(self.store.get(buffer))
+            inside[value] = added(inside[value], contribution) if value in inside else contribution
         elif buffer in self.store.values:
-            self.store.get(buffer).add_(contribution)
+            total = self.store.get(buffer)
+            if (sum_ := added(total, contribution)) is not total:
+                self.store.put(buffer, sum_)
         else:
             self.store.put(buffer, contribution)
 
@@ -366,14 +370,6 @@ class Compute:
                 copy = _copier(targets[buffer][name], name, self.started[buffer])
                 hooks.append(leaf.register_post_accumulate_grad_hook(copy))
         return hooks
-
-
-def _leaf(tensor: Tensor) -> Tensor:
-    """A leaf over the same memory that is no view of it: given other data, it lets go of the memory."""
-    with torch.no_grad():
-        alias = torch.empty(0, dtype=tensor.dtype)
-        alias.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())  # type: ignore[call-overload]
-    return alias.requires_grad_()
 
 
 def _copier(target: Tensor, name: str, started: set[str]) -> Callable[[Tensor], None]:

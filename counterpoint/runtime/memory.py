@@ -66,7 +66,9 @@ class Region:
         if not view.nbytes:
             return torch.empty(shape, dtype=dtype)
         # frombuffer keeps its argument alive but no buffer export; the memoryview keeps the export.
-        return torch.frombuffer(view, dtype=dtype).view(shape)
+        # set_ makes no view in autograd's sense: a leaf given other data then lets go of these bytes.
+        storage = torch.frombuffer(view, dtype=torch.uint8).untyped_storage()
+        return torch.empty(0, dtype=dtype).set_(storage, 0, shape)  # type: ignore[call-overload,no-any-return]
 
     def populate(self) -> None:
         """Fault all pages in at once, so that the first use does not pay for them."""
