@@ -44,7 +44,7 @@ def clean(trace: Trace, device: torch.device) -> None:
     _settle_buffers(graph, trace)
     _keep_constants(graph, trace)
     for inner in _all_graphs(graph):
-        inner.eliminate_dead_code()
+        inner.eliminate_dead_code(lambda node: node.is_impure() or any(True for _ in written(node)))
     trace.module.recompile()
 
 

@@ -23,7 +23,7 @@ def decompose(
     forward takes. Tensors made inside the layers are made on `device`, the one the layers will run on.
     """
     call, tensors = read_example(model, example, loss)
-    traced = trace(model, call, tensors, loss)
+    traced = trace(model, call, tensors, loss, torch.device(device))
     clean(traced, torch.device(device))
     graph = traced.module.graph
     duplicates = duplicated(graph, traced)

@@ -13,6 +13,10 @@ from counterpoint.core.errors import ModelError
 
 _OURS = str(Path(__file__).parent)
 _TORCH = str(Path(torch.__file__).parent)
+_HINTS = {  # for models of transformers
+    "expert": "call model.set_experts_implementation('grouped_mm')",
+    "layerdrop": "set layerdrop to 0 in the model's config",
+}
 _INSTEAD = "give the model as a list of modules (chain_of_modules)"
 
 
@@ -43,6 +47,7 @@ def explain(error: Exception, shapes: LocatedShapes) -> ModelError:
     if isinstance(error, GuardOnDataDependentSymNode):
         reason = "what it does next depends on the values in a tensor"
         advice = "rewrite this line with tensor operations (torch.where, masks)"
+        advice = next((hint for word, hint in _HINTS.items() if word in _place(error)), advice)
     elif isinstance(error, CustomBackward):
         advice = "make it a torch.library.custom_op with register_autograd"
     return ModelError(f"cannot trace {_place(error)}: {reason}; {advice}, or {_INSTEAD}")

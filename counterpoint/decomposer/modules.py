@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 from counterpoint.core.errors import ModelError
-from counterpoint.decomposer.assembly import own
+from counterpoint.decomposer.assembly import NO_GRADIENT, own
 from counterpoint.decomposer.chain import MODEL_INPUT, Batch, Chain, Layer, Value
 from counterpoint.decomposer.example import Call, Loss, batch_shape, read_example, refuse_trained_loss, take_loss
 from counterpoint.decomposer.observation import Observation, observe
@@ -85,7 +85,7 @@ def chain_of_modules(modules: Sequence[nn.Module], example: Batch, loss: Loss | 
     tensors = read_tensors(holder)
     layers = _layers(modules, values, call, loss, tensors, next(iter(batch.values())).shape[0])
     if not values[-1].needs_grad:
-        raise ModelError("the loss does not depend on any parameter that trains: check requires_grad and the loss")
+        raise ModelError(NO_GRADIENT)
     connected = tuple(_with_consumers(value, layers) for value in values)
     return own(layers, connected, len(values) - 1, tensors, {name: index for index, name in enumerate(batch)})
 

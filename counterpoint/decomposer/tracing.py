@@ -64,19 +64,21 @@ def _write_assigned(module: nn.Module, before: Mapping[str, Tensor | None]) -> N
             module._buffers[name] = buffer.copy_(assigned.detach())
 
 
-def trace(model: nn.Module, call: Call, tensors: Mapping[str, Tensor], loss: Loss | None) -> Trace:
+def trace(
+    model: nn.Module, call: Call, tensors: Mapping[str, Tensor], loss: Loss | None, device: torch.device
+) -> Trace:
     """Trace without running or copying anything: weights are stood in for by tensors without memory."""
     refuse_trained_loss(loss)
     batch_size = max(2, next(iter(tensors.values())).shape[0])  # at 1 export would fix the batch size
     arguments = tuple(blank(tensors, batch_size).values())
     shapes = LocatedShapes(tracked_fakes=[], trace_asserts=True)
     mode = FakeTensorMode(shape_env=shapes, allow_non_fake_inputs=True, export=True)
-    with _fake_weights(model, mode), as_eager(model, call.names), _quiet(), tracing(TracingContext(mode)):
+    with _fake_weights(model, mode), as_eager(model), _quiet(), tracing(TracingContext(mode)):
         try:
             exported = _export(_Step(model, call, loss), arguments)
         except Exception as error:
             raise explain(error, shapes) from error
-    return _read(exported, call)
+    return _read(exported, call, device)
 
 
 def _export(step: _Step, arguments: tuple[Tensor, ...]) -> torch.export.ExportedProgram:
@@ -85,7 +87,7 @@ def _export(step: _Step, arguments: tuple[Tensor, ...]) -> torch.export.Exported
     return torch.export.export(step, arguments, dynamic_shapes=shapes, strict=False)
 
 
-def _read(exported: torch.export.ExportedProgram, call: Call) -> Trace:
+def _read(exported: torch.export.ExportedProgram, call: Call, device: torch.device) -> Trace:
     kinds: dict[InputKind, dict[str, str]] = {kind: {} for kind in InputKind}
     for spec in exported.graph_signature.input_specs:
         kinds[spec.kind][spec.arg.name] = (spec.target or "").removeprefix(_PREFIX)
@@ -97,7 +99,8 @@ def _read(exported: torch.export.ExportedProgram, call: Call) -> Trace:
                 f"through .data, or on the meta device without being a buffer; use detach(), or register_buffer()"
             )
     batch = dict(zip(kinds[InputKind.USER_INPUT], call.names, strict=True))
-    return Trace(exported.graph_module, kinds[InputKind.PARAMETER], kinds[InputKind.BUFFER], constants, batch)
+    moved = {name: constant.to(device) for name, constant in constants.items()}
+    return Trace(exported.graph_module, kinds[InputKind.PARAMETER], kinds[InputKind.BUFFER], moved, batch)
 
 
 def _target(exported: torch.export.ExportedProgram, placeholder: str) -> str:

@@ -103,6 +103,8 @@ def test_bad_loss_is_refused() -> None:
         decompose(Scalar(torch.relu), {"y": x}, loss=lambda output, batch: output.sum())
     with pytest.raises(ModelError, match="does not depend on any parameter"):
         decompose(Scalar(lambda x: x.detach().sum()), x)
+    with pytest.raises(ModelError, match="does not depend on any parameter"):
+        decompose(nn.ReLU(), x, loss=lambda output, batch: output.sum())
     with pytest.raises(ModelError, match="trainable parameters of its own"):
         decompose(Scalar(torch.relu), x, loss=_TrainedLoss())
 
