@@ -24,6 +24,15 @@ class _Sample:
     forward_workspace_bytes: int
     backward_workspace_bytes: int
 
+    @property
+    def held_bytes(self) -> int:
+        return self.saved_bytes + max(self.forward_workspace_bytes, self.backward_workspace_bytes)
+
+
+def measured_sizes(profile: Profile) -> tuple[int, ...]:
+    """The microbatch sizes that a profile was measured at."""
+    return tuple(size for size, _ in profile.layers[0].forward_ns.points)
+
 
 def profile_of(
     frame: Frame,
@@ -33,16 +42,27 @@ def profile_of(
     name: str,
     tokens_per_sample: int = 1,
     autocast: torch.dtype | None = None,
+    limit_bytes: int | None = None,
 ) -> Profile:
-    """Times and bytes of every layer; layers with one signature are measured once."""
+    """Times and bytes of every layer; layers with one signature are measured once.
+
+    Sizes at which some layer would probably pass `limit_bytes` are left out, the smallest excepted.
+    """
+    distinct = {layer.signature: layer for layer in frame.chain.layers}
     known: dict[tuple[str, int], _Sample] = {}
+    done: list[int] = []
+    for size in sorted(sizes):
+        if done and limit_bytes is not None:
+            largest = max(known[signature, done[-1]].held_bytes for signature in distinct)
+            if largest * size // done[-1] > limit_bytes:
+                break
+        for signature, layer in distinct.items():
+            known[signature, size] = _measure(frame.chain, layer, size, autocast)
+        done.append(size)
+    sizes = tuple(done)
     update_ns = _update_ns_per_element(rule, frame)
     costs = []
     for layer in frame.chain.layers:
-        for size in sizes:
-            key = (layer.signature, size)
-            if key not in known:
-                known[key] = _measure(frame.chain, layer, size, autocast)
         samples = [known[layer.signature, size] for size in sizes]
         costs.append(_layer_cost(frame, states, layer, sizes, samples, update_ns))
     values = tuple(
@@ -85,7 +105,8 @@ def _layer_cost(
 def _measure(chain: Chain, layer: Layer, size: int, autocast: torch.dtype | None) -> _Sample:
     """Run a layer three times: to warm up and meter memory, and twice on the clock."""
     parameters = {
-        name: _stand_in(chain.parameters[name].shape, chain.parameters[name].dtype) for name in (*layer.parameters, *layer.tied)
+        name: _stand_in(chain.parameters[name].shape, chain.parameters[name].dtype)
+        for name in (*layer.parameters, *layer.tied)
     }
     buffers = {name: _stand_in(chain.buffers[name].shape, chain.buffers[name].dtype) for name in layer.buffers}
     inputs = [_stand_in(chain.values[i].shape_at(size), chain.values[i].dtype) for i in layer.inputs]

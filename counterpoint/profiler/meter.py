@@ -3,17 +3,16 @@
 import weakref
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 
-class Meter(TorchDispatchMode):
+class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts storages that operators return, from their making to their end; what was there before does not count."""
 
     def __init__(self, known: list[Tensor]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.live_bytes = self.peak_bytes = 0
         self._known = {tensor.untyped_storage().data_ptr() for tensor in known}
         self._counted: set[int] = set()
@@ -45,5 +44,3 @@ def storage_bytes(tensors: list[Tensor]) -> int:
     """Bytes of the distinct storages of some tensors."""
     sizes = {tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes() for tensor in tensors}
     return sum(sizes.values())
-
-

@@ -51,12 +51,13 @@ def decide(
 
 
 def this_machine(budget: int, folder: Path) -> Machine:
-    """This machine as the planner sees it: RAM under a budget, and a disk."""
+    """This machine as the planner sees it: RAM under a budget, and a disk whose two directions share its bandwidth."""
     speed = _disk_speed(folder.stat().st_dev, folder)
-    home = Home("disk", ("disk read",), ("disk write",))
+    home = Home("disk", ("disk read", "disk"), ("disk write", "disk"))
     links = (
         Link("disk read", speed.read_bytes_per_s, 100_000),
         Link("disk write", speed.write_bytes_per_s, 100_000),
+        Link("disk", max(speed.read_bytes_per_s, speed.write_bytes_per_s)),
     )
     return Machine("this machine", (Device("cpu", budget, (home,)),), links, (Tier("disk", 2**62),))
 

@@ -4,6 +4,7 @@ import contextlib
 import tempfile
 import time
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -22,7 +23,7 @@ from counterpoint.decomposer.chain import Batch
 from counterpoint.decomposer.example import Loss
 from counterpoint.planner.forecast_text import describe
 from counterpoint.planner.search import Freedom
-from counterpoint.profiler.measure import profile_of
+from counterpoint.profiler.measure import measured_sizes, profile_of
 from counterpoint.runtime.checkpoint import Facts, read_checkpoint, read_facts, write_checkpoint
 from counterpoint.runtime.compute import Compute, Step
 from counterpoint.runtime.disk import Disk
@@ -146,7 +147,9 @@ class Trainer:
         micro_sizes = [plan.microbatch_size] if plan else freedom.microbatch_sizes
         tokens = tokens_per_sample(self.chain, example)
         name = type(self.model).__name__
-        self.profile = profile_of(self.frame, self.states, self.rule, micro_sizes, name, tokens, autocast)
+        limit = max(0, self.memory_bytes - resident_bytes()) // 2
+        self.profile = profile_of(self.frame, self.states, self.rule, micro_sizes, name, tokens, autocast, limit)
+        freedom = replace(freedom, microbatch_sizes=measured_sizes(self.profile))
         trim()
         self.base_bytes = resident_bytes() + 2 * STAGING_BYTES
         chosen = decide(self.profile, self.memory_bytes, self.base_bytes, self.folder, freedom, plan)
