@@ -23,10 +23,10 @@ class Reach:
 def reach_of(output: Tensor, inputs: Sequence[Tensor], parameters: Sequence[Tensor]) -> Reach:
     """Walk the autograd graph from an output to the leaves."""
     found = {id(output)}
-    stack, seen = [output.grad_fn], {None}
+    stack, seen = [output.grad_fn], set()
     while stack:
         node = stack.pop()
-        if node not in seen:
+        if node is not None and node not in seen:
             seen.add(node)
             found.add(id(getattr(node, "variable", None)))
             stack += [after for after, _ in node.next_functions]

@@ -153,7 +153,7 @@ class Compute:
         for name, tensor in weights.items():
             if name not in started:
                 continue  # no gradient reached it: an optimizer leaves it alone
-            if task.clipped:
+            if step.clip is not None:
                 grads[name].mul_(step.clip)
             self.rule.update(name, tensor, grads[name], states[name], fresh)
         self.store.fresh_states.discard(layer)
@@ -258,7 +258,7 @@ class Compute:
         def pack(tensor: Tensor) -> object:
             address = tensor.untyped_storage().data_ptr()
             if address in known:
-                return WeightView(known[address], tensor.shape, tensor.stride(), tensor.storage_offset())
+                return WeightView(known[address], tensor.shape, tensor.stride(), int(tensor.storage_offset()))
             if address in batch or not tensor.numel():
                 return tensor
             return kept.keep(tensor, copied=self.store.is_lent(tensor))
@@ -347,8 +347,10 @@ class Compute:
             inside[value] = added(inside[value], contribution) if value in inside else contribution
         elif buffer in self.store.values:
             total = self.store.get(buffer)
-            if (sum_ := added(total, contribution)) is not total:
-                self.store.put(buffer, sum_)
+            after = added(total, contribution)
+            if after is not total:
+                self.store.drop(buffer)
+                self.store.put(buffer, after)
         else:
             self.store.put(buffer, contribution)
 
@@ -368,7 +370,7 @@ class Compute:
                 leaf.grad = targets[buffer][name]
             else:
                 copy = _copier(targets[buffer][name], name, self.started[buffer])
-                hooks.append(leaf.register_post_accumulate_grad_hook(copy))
+                hooks.append(leaf.register_post_accumulate_grad_hook(copy))  # type: ignore[no-untyped-call]
         return hooks
 
 

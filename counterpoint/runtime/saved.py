@@ -53,7 +53,7 @@ class SavedTensors:
             content = torch.empty(0, dtype=torch.uint8).set_(storage)
             self.storages.append(content.clone() if copied else content)
             self.sizes.append(storage.nbytes())
-        return _View(self._known[address], tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset())
+        return _View(self._known[address], tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
 
     def tensor(self, view: _View) -> Tensor:
         assert self.storages is not None, "saved tensors are used while they are at home"
@@ -72,19 +72,3 @@ def restrided(storage: Tensor, dtype: torch.dtype, shape: torch.Size, stride: tu
     """A tensor over the bytes of a storage."""
     size = storage.numel() // dtype.itemsize * dtype.itemsize
     return torch.as_strided(storage[:size].view(dtype), shape, stride, offset)
-
-
-def copied(tensor: Tensor) -> Tensor:
-    """A copy in memory of its own with the same strides: kernels may round differently on another layout."""
-    size = 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True)) if tensor.numel() else 0
-    content = torch.as_strided(tensor, (size,), (1,)).clone()
-    return torch.as_strided(content, tensor.shape, tensor.stride(), 0)
-
-
-def hollow(tensor: Tensor) -> Tensor:
-    """A tensor of the same shape and strides without memory."""
-    if tensor.is_contiguous():
-        return torch.empty(1, dtype=tensor.dtype).expand(tensor.shape)
-    form = torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype)
-    form.untyped_storage().resize_(0)
-    return form

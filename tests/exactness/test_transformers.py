@@ -8,7 +8,7 @@ import torch
 import transformers
 from torch import nn
 
-from .bench import ALL_FITS, Batch, Problem, Setting, differences, sgd, train, train_plainly
+from .bench import ALL_FITS, Batch, Problem, Setting, differences, train, train_plainly
 
 LENGTH = 16
 VOCABULARY = 67

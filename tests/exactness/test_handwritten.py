@@ -1,0 +1,224 @@
+"""Models written by hand: skips, ties, reuse, buffers, views, several inputs and outputs, gaps in the gradient."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from .bench import ALL_FITS, Batch, Problem, Setting, differences, sgd, train, train_plainly
+
+WIDTH = 32
+
+
+def regression(output: Any, batch: Any) -> Tensor:
+    return functional.mse_loss(output, batch["target"])
+
+
+def vectors(batch_size: int) -> Batch:
+    return {"x": torch.randn(batch_size, WIDTH), "target": torch.randn(batch_size, WIDTH)}
+
+
+def sequences(batch_size: int) -> Batch:
+    return {"x": torch.randn(batch_size, 12, WIDTH), "target": torch.randn(batch_size, 12, WIDTH)}
+
+
+def grids(batch_size: int) -> Batch:
+    return {"x": torch.randn(batch_size, 3, 16, 16), "target": torch.randn(batch_size, 3, 16, 16)}
+
+
+class LongSkip(nn.Module):
+    """The first activation is used again by the last layer and by one between."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        first = x = torch.tanh(self.layers[0](x))
+        for index, layer in enumerate(self.layers[1:]):
+            x = torch.tanh(layer(x) * (first if index == 2 else 1))
+        return x + first * 2
+
+
+class Dense(nn.Module):
+    """Every layer reads all before it: gradients of a value come from many consumers, of one some several times."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH * (i + 1), WIDTH) for i in range(5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        found = [x]
+        for layer in self.layers:
+            y = torch.tanh(layer(torch.cat(found, 1)))
+            found.append(y * y + found[-1] * 0.5)
+        return found[-1] + found[1]
+
+
+class Counting(nn.Module):
+    """Buffers written in place, assigned, and read by others; batch norm."""
+
+    seen: Tensor
+    average: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.norm = nn.BatchNorm1d(WIDTH)
+        self.register_buffer("seen", torch.zeros((), dtype=torch.int64))
+        self.register_buffer("average", torch.zeros(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.seen += 1
+        x = self.norm(self.first(x))
+        self.average = 0.9 * self.average + 0.1 * x.detach().mean(0)
+        return self.second(torch.relu(x)) + self.average
+
+
+class TwoStreams(nn.Module):
+    """Two inputs, two streams that meet, several outputs, a module that is not used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.right = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.unused = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, a: Tensor, b: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        for left, right in zip(self.left, self.right, strict=True):
+            a, b = torch.tanh(left(a) + b), torch.tanh(right(b) * a)
+        return a, {"b": b, "product": a * b}
+
+
+def stream_loss(output: Any, batch: Any) -> Tensor:
+    a, others = output
+    return a.mean() + others["b"].square().mean() + (others["product"] * batch["weight"]).mean()
+
+
+def streams(batch_size: int) -> Batch:
+    return {name: torch.randn(batch_size, WIDTH) for name in ("a", "b", "weight")}
+
+
+class Views(nn.Module):
+    """Values that are views of one another, of weights, and not contiguous; gradients that are views too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query = nn.Parameter(torch.randn(12, WIDTH))
+        self.mix = nn.ModuleList(nn.Linear(12, 12) for _ in range(3))
+        self.dense = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        self.halves = nn.ModuleList(nn.Linear(WIDTH // 2, WIDTH // 2) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        query = self.query.expand(x.shape[0], -1, -1)
+        for mix, dense, halves in zip(self.mix, self.dense, self.halves, strict=True):
+            x = mix(torch.tanh(dense(x)).transpose(1, 2)).transpose(1, 2)
+            left, right = x.chunk(2, -1)
+            x = torch.cat([right, halves(left)], -1) + query
+        flat = x.reshape(x.shape[0], -1)
+        return flat.view_as(x) + query
+
+
+class Gaps(nn.Module):
+    """A value that only detached readers use, a parameter that gets no gradient, one that gets it by a side way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(4))
+        self.gate = nn.Linear(WIDTH, WIDTH)
+        self.scale = nn.Parameter(torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate = self.gate(x)
+        for index, layer in enumerate(self.layers):
+            x = torch.tanh(layer(x)) * (gate.detach() if index == 2 else 1)
+        return x + self.scale * (gate > 0)
+
+
+class Frozen(nn.Module):
+    """Frozen layers below, between and within those that train."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(6))
+        for index in (0, 1, 3):
+            self.layers[index].requires_grad_(False)
+        self.layers[4].bias.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x
+
+
+class UNet(nn.Module):
+    """Skips of all lengths around a heavy bottom."""
+
+    def __init__(self, depth: int = 2) -> None:
+        super().__init__()
+        widths = [8 * 2**level for level in range(depth + 1)]
+        self.down = nn.ModuleList(
+            nn.Conv2d(3 if i == 0 else widths[i - 1], widths[i], 3, padding=1) for i in range(depth)
+        )
+        self.bottom = nn.Conv2d(widths[-2], widths[-1], 3, padding=1)
+        self.up = nn.ModuleList(nn.ConvTranspose2d(widths[i + 1], widths[i], 2, 2) for i in range(depth))
+        self.merge = nn.ModuleList(nn.Conv2d(2 * widths[i], widths[i], 3, padding=1) for i in range(depth))
+        self.head = nn.Conv2d(widths[0], 3, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        skips = []
+        for down in self.down:
+            x = torch.relu(down(x))
+            skips.append(x)
+            x = functional.max_pool2d(x, 2)
+        x = torch.relu(self.bottom(x))
+        for up, merge, skip in reversed(list(zip(self.up, self.merge, skips, strict=True))):
+            x = torch.relu(merge(torch.cat([skip, up(x)], 1)))
+        return self.head(x)
+
+
+class Double(LongSkip):
+    """In double precision."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.double()
+
+
+def doubles(batch_size: int) -> Batch:
+    return {name: tensor.double() for name, tensor in vectors(batch_size).items()}
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Batch], Callable[[Any, Any], Tensor]]] = {
+    "long skip": (LongSkip, vectors, regression),
+    "dense": (Dense, vectors, regression),
+    "counting": (Counting, vectors, regression),
+    "two streams": (TwoStreams, streams, stream_loss),
+    "views": (Views, sequences, regression),
+    "gaps": (Gaps, vectors, regression),
+    "frozen": (Frozen, vectors, regression),
+    "unet": (UNet, grids, regression),
+    "double": (Double, doubles, regression),
+}
+
+SETTINGS = [
+    Setting("recompute", pack=1, budget=1.0, microbatch=2),
+    Setting("evict", pack=1, budget=1.0, microbatch=2),
+    Setting("evict", pack=2, budget=1.0, microbatch=3, schedule="plain"),
+    Setting("keep", pack=3, budget=1.3, microbatch=2),
+    Setting("recompute", pack=2, budget=1.0, microbatch=3, schedule="plain"),
+    Setting("recompute", pack=100, budget=ALL_FITS, microbatch=6),
+    Setting("evict", pack=1, budget=1.0, microbatch=2, residency="lru"),
+]
+
+
+@pytest.mark.parametrize("setting", SETTINGS, ids=str)
+@pytest.mark.parametrize("name", MODELS)
+def test_same_as_plain(name: str, setting: Setting, tmp_path: Path) -> None:
+    problem = Problem(*MODELS[name], optimizer=sgd)
+    expected = train_plainly(problem, setting.microbatch)
+    assert differences(train(problem, setting, tmp_path).outcome, expected) == []
