@@ -1,0 +1,200 @@
+"""GPT-2 under a hard memory limit of the operating system, against plain PyTorch with and without that limit.
+
+Every contender runs in a process of its own inside a memory cgroup (v1, needs root); the rounds are interleaved and
+medians reported. Contenders:
+
+    plain        plain PyTorch, no limit                        checkpointed  with activation checkpointing, no limit
+    ours         Counterpoint, the limit as its memory          swap          plain PyTorch paged by a swap file
+    killed       plain PyTorch under the limit, without swap
+
+`--write-limit 200MB` holds the disk to that many bytes per second in each direction (blkio cgroup) for everyone.
+
+    python benchmarks/memory_limit.py --model gpt2-medium --limits 3GiB 2GiB 1.25GiB --batch 8 --steps 2 --rounds 2
+"""
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+from counterpoint.core.units import format_bytes, parse_bytes
+
+MEMORY = Path("/sys/fs/cgroup/memory")
+BLKIO = Path("/sys/fs/cgroup/blkio")
+SHAPES = {
+    "gpt2-tiny": (4, 256, 4),
+    "gpt2": (12, 768, 12),
+    "gpt2-medium": (24, 1024, 16),
+    "gpt2-large": (36, 1280, 20),
+    "gpt2-xl": (48, 1600, 25),
+}
+
+
+def build(name: str, meta: bool):  # type: ignore[no-untyped-def]
+    import torch
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    layers, width, heads = SHAPES[name]
+    config = GPT2Config(n_layer=layers, n_embd=width, n_head=heads, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
+    torch.manual_seed(0)
+    with torch.device("meta" if meta else "cpu"):
+        model = GPT2LMHeadModel(config)
+    return model.train()
+
+
+def batch_of(size: int, length: int, seed: int):  # type: ignore[no-untyped-def]
+    import torch
+
+    tokens = torch.randint(0, 50257, (size, length), generator=torch.Generator().manual_seed(seed))
+    return {"input_ids": tokens, "labels": tokens}
+
+
+def worker(arguments: argparse.Namespace) -> None:
+    """One contender: prints a line of JSON per step."""
+    import torch
+
+    torch.set_num_threads(arguments.threads)
+    batches = [batch_of(arguments.batch, arguments.length, seed) for seed in range(arguments.steps + 1)]
+    run = _ours if arguments.worker == "ours" else _plain
+    for row in run(arguments, batches):
+        print(json.dumps(row), flush=True)
+
+
+def _plain(arguments, batches):  # type: ignore[no-untyped-def]
+    import torch
+
+    model = build(arguments.model, meta=False)
+    if arguments.worker == "checkpointed":
+        model.gradient_checkpointing_enable()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    for batch in batches:
+        begin = time.monotonic()
+        loss = model(**batch).loss
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        yield {"seconds": time.monotonic() - begin, "loss": float(loss)}
+
+
+def _ours(arguments, batches):  # type: ignore[no-untyped-def]
+    import torch
+
+    from counterpoint import Trainer
+
+    model = build(arguments.model, meta=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    folder = Path(arguments.folder) / f"home-{os.getpid()}"
+    begin = time.monotonic()
+    with Trainer(model, optimizer, example=batches[0], memory=arguments.memory, disk=folder) as trainer:
+        print(trainer.describe(), file=sys.stderr, flush=True)
+        yield {"setup": time.monotonic() - begin, "forecast_seconds": trainer.forecast.step_ns / 1e9}
+        for batch in batches:
+            begin = time.monotonic()
+            loss = trainer.step(batch)
+            facts = trainer.statistics()
+            yield {"seconds": time.monotonic() - begin, "loss": loss, "statistics": str(facts)}
+
+
+def contend(name: str, limit: int | None, swap: bool, arguments: argparse.Namespace) -> dict[str, object]:
+    """Run one contender in its cgroup; what it printed, and how it ended."""
+    group = MEMORY / f"counterpoint-{os.getpid()}"
+    group.mkdir(exist_ok=True)
+    (group / "memory.limit_in_bytes").write_text(str(limit or -1))
+    if not swap:
+        (group / "memory.swappiness").write_text("0")
+    command = [sys.executable, __file__, "--worker", name, "--model", arguments.model, "--batch", str(arguments.batch)]
+    command += ["--length", str(arguments.length), "--steps", str(arguments.steps), "--folder", arguments.folder]
+    command += ["--threads", str(arguments.threads), "--memory", str(limit or 0)]
+    groups = [group, *_throttled(arguments)]
+
+    def join() -> None:
+        for folder in groups:
+            (folder / "cgroup.procs").write_text(str(os.getpid()))
+
+    done = subprocess.run(command, capture_output=True, text=True, preexec_fn=join, check=False)
+    rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+    peak = int((group / "memory.max_usage_in_bytes").read_text())
+    for folder in groups:
+        folder.rmdir()
+    seconds = [row["seconds"] for row in rows if "seconds" in row][1:]
+    return {
+        "name": name,
+        "seconds": seconds,
+        "peak": peak,
+        "code": done.returncode,
+        "rows": rows,
+        "error": done.stderr[-2000:],
+    }
+
+
+def _throttled(arguments: argparse.Namespace) -> list[Path]:
+    if not arguments.write_limit:
+        return []
+    device = os.stat(arguments.folder).st_dev
+    line = f"{os.major(device)}:{os.minor(device)} {parse_bytes(arguments.write_limit)}"
+    group = BLKIO / f"counterpoint-{os.getpid()}"
+    group.mkdir(exist_ok=True)
+    (group / "blkio.throttle.read_bps_device").write_text(line)
+    (group / "blkio.throttle.write_bps_device").write_text(line)
+    return [group]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=SHAPES, default="gpt2")
+    parser.add_argument("--limits", nargs="+", default=["3GiB"])
+    parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--length", type=int, default=256)
+    parser.add_argument("--steps", type=int, default=2, help="timed steps, after one that is not")
+    parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
+    parser.add_argument("--contenders", nargs="+", default=["plain", "ours"])
+    parser.add_argument("--folder", default=tempfile.gettempdir())
+    parser.add_argument("--write-limit", default="")
+    parser.add_argument("--memory", type=int, default=0, help=argparse.SUPPRESS)
+    parser.add_argument("--worker", default="", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.worker:
+        worker(arguments)
+        return
+    table: dict[str, list[dict[str, object]]] = {}
+    for _ in range(arguments.rounds):
+        for name in arguments.contenders:
+            limits = [None] if name in ("plain", "checkpointed") else [parse_bytes(text) for text in arguments.limits]
+            for limit in limits:
+                result = contend("plain" if name in ("killed", "swap") else name, limit, name == "swap", arguments)
+                label = name if limit is None else f"{name} {format_bytes(limit)}"
+                table.setdefault(label, []).append(result)
+                print(label, result["seconds"], format_bytes(int(str(result["peak"]))), result["code"], flush=True)
+                if result["code"]:
+                    print(result["error"], file=sys.stderr)
+    _print_table(table, arguments)
+
+
+def _print_table(table: dict[str, list[dict[str, object]]], arguments: argparse.Namespace) -> None:
+    tokens = arguments.batch * arguments.length
+    medians = {}
+    for label, results in table.items():
+        seconds = [second for result in results for second in result["seconds"]]  # type: ignore[attr-defined]
+        medians[label] = statistics.median(seconds) if seconds else None
+    base = medians.get("plain")
+    print(f"\n{arguments.model}, {arguments.batch} x {arguments.length} tokens, {arguments.threads} threads")
+    print(f"{'':24} {'s/step':>8} {'tokens/s':>9} {'of plain':>9} {'peak':>10}  ended")
+    for label, results in table.items():
+        median = medians[label]
+        peak = max(int(str(result["peak"])) for result in results)
+        ended = "well" if all(result["code"] == 0 for result in results) else f"code {results[0]['code']}"
+        if median is None:
+            print(f"{label:24} {'-':>8} {'-':>9} {'-':>9} {format_bytes(peak):>10}  {ended}")
+        else:
+            share = f"{base / median:.2f}" if base else "-"
+            print(f"{label:24} {median:8.1f} {tokens / median:9.1f} {share:>9} {format_bytes(peak):>10}  {ended}")
+
+
+if __name__ == "__main__":
+    main()
