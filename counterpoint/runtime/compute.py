@@ -124,10 +124,12 @@ class Compute:
                         step.norms[name] = torch.linalg.vector_norm(tensor, 2.0)
 
     def clip(self, task: Clip) -> None:
-        """The factor of torch.nn.utils.clip_grad_norm_, in its order of parameters."""
+        """The factor of torch.nn.utils.clip_grad_norm_, in its order of parameters: by dtype, then as the model has them."""
         assert self.max_grad_norm is not None
         step = self._step_of(task.step)
-        norms = [step.norms[name] for name in self.chain.parameters if name in step.norms]
+        found = [(self.chain.parameters[n].dtype, step.norms[n]) for n in self.chain.parameters if n in step.norms]
+        dtypes = list(dict.fromkeys(dtype for dtype, _ in found))
+        norms = [norm for dtype in dtypes for other, norm in found if other == dtype]
         total = torch.linalg.vector_norm(torch.stack(norms), 2.0)
         step.clip = torch.clamp(self.max_grad_norm / (total + 1e-6), max=1.0)
 

@@ -117,8 +117,9 @@ class Store:
             key = self.key(buffer)
             if buffer.kind == "grad":
                 self._make_room(key, self.flat(buffer).num_bytes)
-            self.disk.write(key, self.regions[buffer]).wait()
-            self._count(evicted=self.flat(buffer).num_bytes)
+            if self.flat(buffer).num_bytes:  # an optimizer may keep no state
+                self.disk.write(key, self.regions[buffer]).wait()
+                self._count(evicted=self.flat(buffer).num_bytes)
         elif buffer.kind == "saved":
             pieces = self.saved[buffer].storages
             assert pieces is not None
@@ -157,8 +158,9 @@ class Store:
         return f"{kind} {owner} {number % (2 if kind == 'grad' else 2 * self.num_microbatches)}"
 
     def _load_flat(self, buffer: Buffer) -> None:
-        region = self.pool.allocate(self.flat(buffer).num_bytes)
-        if not (buffer.kind == "state" and buffer.owner in self.fresh_states):
+        num_bytes = self.flat(buffer).num_bytes
+        region = self.pool.allocate(num_bytes)
+        if num_bytes and not (buffer.kind == "state" and buffer.owner in self.fresh_states):
             self.disk.read(self.key(buffer), region).wait()
             self._count(loaded=region.num_bytes)
         self.regions[buffer] = region

@@ -1,0 +1,215 @@
+"""Optimizers, clipping, learning-rate schedules, autocast, adapters and dropout, each against the plain loop."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.optim import Optimizer
+
+from counterpoint.runtime import optimizer as runtime_optimizer
+from counterpoint.runtime.optimizer import UpdateRule
+
+from .bench import ALL_FITS, Batch, Problem, Setting, adamw, differences, same, train, train_plainly
+
+LENGTH = 16
+VOCABULARY = 67
+SMALL = {"num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
+TOKENS = {"vocab_size": VOCABULARY, "bos_token_id": 0, "eos_token_id": 0, "tie_word_embeddings": False}
+
+
+def causal(batch_size: int) -> Batch:
+    tokens = torch.randint(3, VOCABULARY, (batch_size, LENGTH))
+    return {"input_ids": tokens, "labels": tokens.clone()}
+
+
+def llama() -> nn.Module:
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMALL, **TOKENS, num_key_value_heads=2))
+
+
+class Lion(Optimizer):
+    """Like the optimizers people write: its own state, one part of it a plain number."""
+
+    def __init__(self, parameters: Any, lr: float = 1e-3) -> None:
+        super().__init__(parameters, {"lr": lr, "betas": (0.9, 0.99), "weight_decay": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            first, second = group["betas"]
+            for parameter in group["params"]:
+                if parameter.grad is None:
+                    continue
+                state = self.state[parameter]
+                if not state:
+                    state["count"], state["average"] = 0, torch.zeros_like(parameter)
+                state["count"] += 1
+                parameter.mul_(1 - group["lr"] * group["weight_decay"])
+                direction = state["average"].mul(first).add_(parameter.grad, alpha=1 - first).sign_()
+                parameter.add_(direction, alpha=-group["lr"] / state["count"] ** 0.5)
+                state["average"].mul_(second).add_(parameter.grad, alpha=1 - second)
+
+
+OPTIMIZERS: dict[str, Callable[[nn.Module], Optimizer]] = {
+    "adamw": adamw,
+    "adamw fused": lambda model: torch.optim.AdamW(model.parameters(), fused=True),
+    "adam amsgrad": lambda model: torch.optim.Adam(model.parameters(), amsgrad=True, weight_decay=0.01),
+    "sgd": lambda model: torch.optim.SGD(model.parameters(), lr=0.1),
+    "sgd momentum": lambda model: torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9, dampening=0.1),
+    "adafactor": lambda model: torch.optim.Adafactor(model.parameters(), lr=0.01),
+    "rmsprop": lambda model: torch.optim.RMSprop(model.parameters(), centered=True, momentum=0.9),
+    "lion": lambda model: Lion(model.parameters()),
+}
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_optimizers(name: str, tmp_path: Path) -> None:
+    problem = Problem(llama, causal, optimizer=OPTIMIZERS[name], max_grad_norm=0.5)
+    setting = Setting("evict", pack=2)
+    assert differences(train(problem, setting, tmp_path).outcome, train_plainly(problem, 2)) == []
+
+
+ELEMENTWISE = [getattr(torch.optim, name) for name in runtime_optimizer._ELEMENTWISE]
+
+
+@pytest.mark.parametrize("kind", ELEMENTWISE, ids=lambda kind: kind.__name__)
+def test_updates_in_slices(kind: type[Optimizer], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A large parameter is updated slice by slice, so that the optimizer's temporaries stay small."""
+    monkeypatch.setattr(runtime_optimizer, "SLICE_ELEMENTS", 1024)
+    torch.manual_seed(0)
+    plain = nn.Parameter(torch.randn(61, 53))
+    expected = kind([plain], lr=0.01)
+    stand_in = nn.Parameter(plain.detach().clone())
+    rule = UpdateRule(kind([stand_in], lr=0.01), {id(stand_in): "w"})
+    weight = plain.detach().clone()
+    state = {t.key: torch.full(t.shape, 7, dtype=t.dtype) for t in rule.state_tensors("w", (61, 53), torch.float32)}
+    for number in range(4):
+        plain.grad = torch.randn(61, 53)
+        rule.update("w", weight, plain.grad.clone(), state, fresh=number == 0)
+        expected.step()
+    assert torch.equal(weight, plain)
+    found = state | rule.scalars.get("w", {})
+    assert [key for key, value in expected.state[plain].items() if not same(value, found[key])] == []
+
+
+class Mixed(nn.Module):
+    """Parameters of several dtypes: norms are taken by dtype."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(32, 32, dtype=d) for d in (torch.float64, torch.float32) * 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x.to(layer.weight.dtype)))
+        return x
+
+
+def regression(output: Any, batch: Any) -> Tensor:
+    return functional.mse_loss(output, batch["target"])
+
+
+def vectors(batch_size: int) -> Batch:
+    return {"x": torch.randn(batch_size, 32), "target": torch.randn(batch_size, 32)}
+
+
+@pytest.mark.parametrize("max_grad_norm", [0.01, 1e6], ids=["tight", "loose"])
+@pytest.mark.parametrize("budget", [1.0, ALL_FITS])
+def test_clipping(max_grad_norm: float, budget: float, tmp_path: Path) -> None:
+    problem = Problem(Mixed, vectors, regression, max_grad_norm=max_grad_norm)
+    for policy in ("recompute", "evict"):
+        found = train(problem, Setting(policy, pack=2, budget=budget), tmp_path / policy)
+        assert differences(found.outcome, train_plainly(problem, 2)) == []
+
+
+SCHEDULES: dict[str, Callable[[Optimizer], Any]] = {
+    "cosine": lambda optimizer: torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 4),
+    "one cycle": lambda optimizer: torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.01, total_steps=6),
+}
+
+
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_learning_rate_schedules(name: str, tmp_path: Path) -> None:
+    problem = Problem(llama, causal, schedule=SCHEDULES[name])
+    found = train(problem, Setting("recompute", pack=3), tmp_path).outcome
+    assert differences(found, train_plainly(problem, 2)) == []
+    assert differences(found, train_plainly(Problem(llama, causal), 2)) != []
+
+
+@pytest.mark.parametrize("policy", ["recompute", "evict", "keep"])
+def test_autocast(policy: str, tmp_path: Path) -> None:
+    problem = Problem(llama, causal, autocast=torch.bfloat16, max_grad_norm=1.0)
+    found = train(problem, Setting(policy, pack=2), tmp_path).outcome
+    assert differences(found, train_plainly(problem, 2)) == []
+    assert found.losses != train_plainly(Problem(llama, causal, max_grad_norm=1.0), 2).losses
+
+
+def half() -> nn.Module:
+    return llama().to(torch.bfloat16)
+
+
+def test_weights_in_half_precision(tmp_path: Path) -> None:
+    problem = Problem(half, causal)
+    assert differences(train(problem, Setting("evict", pack=1), tmp_path).outcome, train_plainly(problem, 2)) == []
+
+
+def adapters() -> nn.Module:
+    options = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.0, task_type="CAUSAL_LM")
+    model = peft.get_peft_model(llama(), options)
+    for name, parameter in model.named_parameters():
+        if "lora_B" in name:
+            nn.init.normal_(parameter)  # zeros would hide mistakes
+    return model
+
+
+@pytest.mark.parametrize("policy", ["recompute", "evict"])
+def test_adapters(policy: str, tmp_path: Path) -> None:
+    problem = Problem(adapters, causal, max_grad_norm=1.0)
+    found = train(problem, Setting(policy, pack=2), tmp_path).outcome
+    assert differences(found, train_plainly(problem, 2)) == []
+    assert all("lora" in name for name in found.states)
+
+
+def dropping() -> nn.Module:
+    config = transformers.GPT2Config(
+        n_layer=2,
+        n_embd=32,
+        n_head=4,
+        n_positions=LENGTH,
+        resid_pdrop=0.2,
+        embd_pdrop=0.2,
+        attn_pdrop=0.2,
+        loss_type="ForCausalLM",
+        **TOKENS,
+    )
+    return transformers.GPT2LMHeadModel(config)
+
+
+def test_dropout_does_not_depend_on_the_plan(tmp_path: Path) -> None:
+    """Plain PyTorch draws from one stream, so there is nothing to compare with but other plans."""
+    problem = Problem(dropping, causal)
+    settings = [
+        Setting("recompute", pack=1, seed=3),
+        Setting("recompute", pack=3, schedule="plain", seed=3),
+        Setting("evict", pack=2, seed=3),
+        Setting("evict", pack=1, schedule="plain", seed=3),
+        Setting("keep", pack=100, budget=ALL_FITS, seed=3),
+        Setting("recompute", pack=1, seed=4),
+    ]
+    first, *others, another_seed = [train(problem, s, tmp_path / str(i)).outcome for i, s in enumerate(settings)]
+    assert [differences(other, first) for other in others] == [[]] * 4
+    assert first.losses != another_seed.losses
+    assert first.losses != train_plainly(problem, 2).losses
+
+
+def test_dropout_leaves_the_random_state_alone(tmp_path: Path) -> None:
+    problem = Problem(dropping, causal)
+    problem.batches()
+    expected = torch.rand(3)
+    train(problem, Setting("recompute"), tmp_path)
+    assert torch.equal(torch.rand(3), expected)
