@@ -16,7 +16,7 @@ demo: $(STAMP)
 	$(VENV)/bin/counterpoint simulate
 
 test: $(STAMP) check
-	$(RUN) -m pytest
+	$(RUN) -m pytest -n auto --durations 10
 
 check: $(STAMP)
 	$(RUN) -m ruff format --check .
