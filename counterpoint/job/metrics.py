@@ -14,7 +14,8 @@ from counterpoint.core.files import from_json, to_json
 class Metrics:
     """One step. `waited_ns` is the time the computation stood still, by cause; `resident_bytes` is all of the process.
 
-    `evaluation_loss` is there after the steps that were followed by an evaluation.
+    `peak_bytes` is the most since training began. `evaluation_loss` is there after the steps that were followed by an
+    evaluation, `start_peak_bytes` after the first: the most the process took until then.
     """
 
     step: int
@@ -28,6 +29,7 @@ class Metrics:
     written_bytes: int
     waited_ns: tuple[tuple[str, int], ...] = ()
     evaluation_loss: float | None = None
+    start_peak_bytes: int | None = None
 
     @property
     def tokens_per_s(self) -> float:

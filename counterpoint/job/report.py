@@ -52,6 +52,8 @@ def _measured(metrics: Sequence[Metrics], expected: Expected | None) -> Iterator
         round(median(getattr(m, name) for m in metrics)) for name in ("step_ns", "read_bytes", "written_bytes")
     )
     peak = max(m.peak_bytes for m in metrics)
+    started = max((m.start_peak_bytes or 0 for m in metrics), default=0)
+    start = f", {format_bytes(started)} while starting" if started else ""
     total = sum(m.written_bytes for m in metrics)
     speed = f"{metrics[-1].tokens * 1e9 / max(step_ns, 1):,.0f} tokens/s, {format_ns(step_ns)} per step"
     moved = f"{format_bytes(read)} read and {format_bytes(written)} written per step"
@@ -59,14 +61,14 @@ def _measured(metrics: Sequence[Metrics], expected: Expected | None) -> Iterator
         budget = format_bytes(expected.budget_bytes)
         yield (
             "state",
-            f"{format_bytes(expected.state_bytes)}, {expected.state_bytes / expected.budget_bytes:.1f} x budget",
+            f"{format_bytes(expected.state_bytes)}, {expected.state_bytes / expected.budget_bytes:.2g} x the budget",
         )
-        yield "memory", f"peak {format_bytes(peak)} of {budget}{_forecast(format_bytes(expected.peak_bytes))}"
+        yield "memory", f"peak {format_bytes(peak)} of {budget}{_forecast(format_bytes(expected.peak_bytes))}{start}"
         yield "speed", f"{speed}{_forecast(format_ns(expected.step_ns))}"
         sizes = f"{format_bytes(expected.read_bytes)} and {format_bytes(expected.written_bytes)}"
         yield "moved", f"{moved}{_forecast(sizes)}"
     else:
-        yield from (("memory", f"peak {format_bytes(peak)}"), ("speed", speed), ("moved", moved))
+        yield from (("memory", f"peak {format_bytes(peak)}{start}"), ("speed", speed), ("moved", moved))
     yield "", f"{format_bytes(total)} written in all"
     yield "waited", waiting(_waits(metrics), sum(m.step_ns for m in metrics))
 

@@ -5,6 +5,7 @@ import shutil
 import signal
 import time
 from collections.abc import Iterator
+from dataclasses import replace
 
 from counterpoint.core import files
 from counterpoint.core.errors import CounterpointError
@@ -19,6 +20,7 @@ from counterpoint.job.progress import Progress, choose_progress
 from counterpoint.job.report import report
 from counterpoint.job.setup import Setup, changes, resolve, set_up, stated
 from counterpoint.planner.forecast_text import plan_text
+from counterpoint.runtime.memory_process import peak_resident_bytes, reset_peak_resident
 from counterpoint.trainer import Trainer
 from counterpoint.viewer import page, trace
 
@@ -67,6 +69,8 @@ def _folder_of(folder: RunFolder) -> Iterator[None]:
     finally:
         if made and not folder.checkpoints() and not (folder.metrics.exists() and folder.metrics.stat().st_size):
             shutil.rmtree(folder.root)
+        elif folder.scratch.is_dir() and not any(folder.scratch.iterdir()):
+            folder.scratch.rmdir()
 
 
 def _trainer(setup: Setup) -> Trainer:
@@ -108,9 +112,11 @@ def _run(setup: Setup, trainer: Trainer, quiet: bool) -> int | None:
         progress = choose_progress(config.steps, trainer.step_count, trainer.memory_bytes, config.log_every, quiet)
         stack.enter_context(progress)
         interruption = stack.enter_context(Interruption(progress.note))
+        start_peak = _begin_measuring()
         try:
             while trainer.step_count < config.steps and not interruption.requested:
-                metrics = _step(setup, trainer)
+                metrics = replace(_step(setup, trainer), start_peak_bytes=start_peak)
+                start_peak = None
                 log.write(metrics)
                 progress.step(metrics)
                 if _is_due(config.save_every, metrics.step) or metrics.step == config.steps or interruption.requested:
@@ -121,6 +127,12 @@ def _run(setup: Setup, trainer: Trainer, quiet: bool) -> int | None:
             _draw(setup, trainer)
         _part(progress, interruption.number, setup, trainer.step_count)
         return interruption.number
+
+
+def _begin_measuring() -> int | None:
+    """The most memory so far, if the system lets the peak begin anew."""
+    peak = peak_resident_bytes()
+    return peak if reset_peak_resident() else None
 
 
 def _step(setup: Setup, trainer: Trainer) -> Metrics:
