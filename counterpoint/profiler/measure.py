@@ -11,6 +11,7 @@ from counterpoint.core.profile import Curve, LayerCost, Profile, ValueCost
 from counterpoint.decomposer.chain import Chain, Layer
 from counterpoint.profiler.meter import Meter, storage_bytes
 from counterpoint.runtime.frame import Flat, Frame
+from counterpoint.runtime.gradients import discarding
 from counterpoint.runtime.optimizer import SLICE_ELEMENTS, UpdateRule
 
 
@@ -148,7 +149,7 @@ class _Runner:
         kept: list[Tensor] = []
         fixed = [*self.parameters.values(), *self.buffers.values()]
         weights = {tensor.untyped_storage().data_ptr() for tensor in fixed}
-        with Meter([*fixed, *self.inputs]) as meter, torch.no_grad():
+        with Meter([*fixed, *self.inputs]) as meter, discarding():
             plain = self._forward()
         forward_peak = max(0, meter.peak_bytes - storage_bytes(list(plain)))
         del plain

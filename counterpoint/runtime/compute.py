@@ -33,7 +33,7 @@ from counterpoint.core.task import (
 )
 from counterpoint.decomposer.randomness import layer_seed
 from counterpoint.runtime.frame import Frame
-from counterpoint.runtime.gradients import Entrance, added, copied
+from counterpoint.runtime.gradients import Entrance, added, copied, discarding
 from counterpoint.runtime.optimizer import UpdateRule
 from counterpoint.runtime.saved import SavedTensors, WeightView
 from counterpoint.runtime.store import Store
@@ -91,8 +91,8 @@ class Compute:
             if layer in saves:
                 outputs = self._run_saving(layer, task.microbatch, task.version, values)
             else:
-                with torch.no_grad():
-                    outputs = self._run(layer, task.microbatch, task.version, values, leaves=False)[1]
+                with discarding() if self.training else torch.no_grad():
+                    outputs = self._run(layer, task.microbatch, task.version, values, leaves=self.training)[1]
             self._pass_on(layer, outputs, values, task.microbatch)
             self._forget_used(layer, values, keep)
         for value in keep:
@@ -124,7 +124,7 @@ class Compute:
                         step.norms[name] = torch.linalg.vector_norm(tensor, 2.0)
 
     def clip(self, task: Clip) -> None:
-        """The factor of torch.nn.utils.clip_grad_norm_, in its order of parameters: by dtype, then as the model has them."""
+        """The factor of torch.nn.utils.clip_grad_norm_, in its order: by dtype, then as the model has parameters."""
         assert self.max_grad_norm is not None
         step = self._step_of(task.step)
         found = [(self.chain.parameters[n].dtype, step.norms[n]) for n in self.chain.parameters if n in step.norms]

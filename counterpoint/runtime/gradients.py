@@ -55,3 +55,11 @@ def copied(tensor: Tensor) -> Tensor:
 def added(total: Tensor, share: Tensor) -> Tensor:
     """The sum, in place unless elements of the total share memory."""
     return total.add_(share) if span(total) == total.numel() else total + share
+
+
+def discarding() -> torch.autograd.graph.saved_tensors_hooks:
+    """Within it autograd is on but keeps nothing, for a forward that will run again.
+
+    Without autograd torch may choose other kernels, in attention or products, whose results differ in the last bit.
+    """
+    return torch.autograd.graph.saved_tensors_hooks(lambda tensor: None, lambda nothing: nothing)
