@@ -110,6 +110,10 @@ class Executor:
         del self.spans[: sum(1 for _ in itertools.takewhile(lambda s: s.step < before_step, self.spans))]
         del self.memory[: sum(1 for _ in itertools.takewhile(lambda m: m.time_ns < begin_ns, self.memory))]
 
+    def forget_step(self, step: int) -> None:
+        """Drop the record of a step that was undone."""
+        self.spans[:] = [span for span in self.spans if span.step != step]
+
     def close(self) -> None:
         """End the lanes; what they hold is finished or, after an error, skipped."""
         for name in LANES:

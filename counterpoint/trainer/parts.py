@@ -1,38 +1,55 @@
 """What a user gives -> what is trained: one module, its chain, its parameters' names, its batches."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.optim import Optimizer
 
 from counterpoint.core.errors import ModelError
 from counterpoint.decomposer import chain_of_modules, decompose
 from counterpoint.decomposer.chain import Batch, Chain, name_tensors
 from counterpoint.decomposer.example import Loss
-from counterpoint.runtime.frame import Flat, Frame
+from counterpoint.runtime.frame import Flat, Frame, frame_of
 from counterpoint.runtime.optimizer import UpdateRule
 
 Model = nn.Module | Sequence[nn.Module]
 
 
-def module_of(model: Model) -> nn.Module:
-    """The module that names are taken from; a list of modules becomes one."""
-    return model if isinstance(model, nn.Module) else nn.ModuleList(model)
+@dataclass(frozen=True)
+class Parts:
+    """What is trained: names are taken from `module`; `states` lays out each layer's optimizer state."""
+
+    module: nn.Module
+    chain: Chain
+    frame: Frame
+    rule: UpdateRule
+    states: tuple[Flat, ...]
 
 
-def chain_of(model: Model, example: Batch, loss: Loss | None) -> Chain:
+def parts_of(model: Model, optimizer: Optimizer, example: Batch, loss: Loss | None) -> Parts:
+    """A list of modules becomes one module."""
+    module = model if isinstance(model, nn.Module) else nn.ModuleList(model)
+    chain = _chain(model, example, loss)
+    frame = frame_of(chain)
+    rule = UpdateRule(optimizer, _names(module, chain))
+    return Parts(module, chain, frame, rule, _states(frame, rule))
+
+
+def _chain(model: Model, example: Batch, loss: Loss | None) -> Chain:
     if isinstance(model, nn.Module):
         return decompose(model, example, loss=loss)
     return chain_of_modules(model, example, loss)
 
 
-def names_of(module: nn.Module, chain: Chain) -> dict[int, str]:
+def _names(module: nn.Module, chain: Chain) -> dict[int, str]:
     """Names of parameters in the chain, by identity."""
     named = module.named_parameters(remove_duplicate=False)
     return {id(parameter): chain.aliases.get(name, name) for name, parameter in named}
 
 
-def states_of(frame: Frame, rule: UpdateRule) -> tuple[Flat, ...]:
+def _states(frame: Frame, rule: UpdateRule) -> tuple[Flat, ...]:
     """Each layer's optimizer state as a flat stretch; slots are named by parameter and key."""
     known: dict[tuple[int, tuple[int, ...], torch.dtype], tuple] = {}  # type: ignore[type-arg]
     found = []

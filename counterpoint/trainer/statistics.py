@@ -3,7 +3,8 @@
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from counterpoint.core.timeline import Span, cause_of
+from counterpoint.core.timeline import Span, Timeline, cause_of
+from counterpoint.runtime.executor import Executor
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,3 +32,17 @@ def waited(spans: Iterable[Span], step: int, begin_ns: int) -> tuple[tuple[str, 
             found[cause] = found.get(cause, 0) + span.start_ns - free
         free = max(free, span.end_ns)
     return tuple(sorted(found.items(), key=lambda item: -item[1]))
+
+
+def measured_timeline(executor: Executor, first_step: int) -> Timeline:
+    """The executor's record from a step on; what was moved counts the whole run."""
+    spans = [span for span in tuple(executor.spans) if span.step >= first_step]
+    spans.sort(key=lambda span: (span.start_ns, span.device, span.lane))
+    ends: dict[int, int] = {}
+    for span in spans:
+        if span.lane == "compute":
+            ends[span.step] = max(ends.get(span.step, 0), span.end_ns)
+    counters = executor.store.counters
+    moved = (("disk read", counters.loaded_bytes), ("disk write", counters.evicted_bytes))
+    memory = tuple(point for point in tuple(executor.memory) if spans and point.time_ns >= spans[0].start_ns)
+    return Timeline(1, tuple(spans), tuple(ends[step] for step in sorted(ends)), memory, moved, ())

@@ -136,7 +136,7 @@ def test_a_full_disk_in_the_middle_of_a_step(tmp_path: Path) -> None:
         with largest_file(trained.disk.path.stat().st_size), pytest.raises(ExecutionError, match="file size limit"):
             trained.step(batch)
         for use in (lambda: trained.step(batch), lambda: trained.evaluate(batch), trained.settle):
-            with pytest.raises(ExecutionError, match="this run failed in step 0"):
+            with pytest.raises(ExecutionError, match="this run failed before"):
                 use()
         with pytest.raises(ExecutionError, match="load a checkpoint"):
             trained.save(tmp_path / "other")

@@ -1,0 +1,87 @@
+"""A trainer's options -> what the planner may choose from, refused by name where they cannot be."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from counterpoint.core.plan import POLICIES, Plan
+from counterpoint.core.units import parse_bytes
+from counterpoint.planner.search import Freedom
+from counterpoint.runtime.memory_process import memory_limit_bytes
+
+PRECISIONS: dict[str, torch.dtype | None] = {"fp32": None, "bf16": torch.bfloat16}
+SCHEDULES = ("harmony", "plain")
+RESIDENCIES = ("planned", "lru")
+DEFAULT_SHARE_PERCENT = 80  # of the machine's memory, when no budget is given
+
+
+@dataclass(frozen=True, slots=True)
+class Wishes:
+    """How a model is to be trained; `plan` overrules the freedom, without `disk` a folder is made and removed."""
+
+    memory_bytes: int
+    freedom: Freedom
+    plan: Plan | None
+    disk: Path | None
+    autocast: torch.dtype | None
+    max_grad_norm: float | None
+    seed: int
+
+
+def read_wishes(
+    *,
+    minibatch_size: int,
+    memory: str | int | None,
+    disk: str | Path | None,
+    max_grad_norm: float | None,
+    microbatch: int | None,
+    precision: str,
+    seed: int,
+    schedule: str,
+    activations: str | None,
+    pack: int | None,
+    residency: str,
+    plan: Plan | None,
+) -> Wishes:
+    _refuse_unknown("precision", precision, tuple(PRECISIONS))
+    _refuse_unknown("schedule", schedule, SCHEDULES)
+    _refuse_unknown("residency", residency, RESIDENCIES)
+    _refuse_unknown("activations", activations, (None, *POLICIES))
+    _refuse_bad_sizes(minibatch_size, microbatch, pack, max_grad_norm, plan)
+    freedom = Freedom(
+        minibatch_size,
+        [microbatch] if microbatch else [d for d in (1, 2, 4, 8, 16, 32) if minibatch_size % d == 0],
+        (schedule,),
+        (pack,) if pack else (1, 2, 4),
+        (activations,) if activations else ("evict", "recompute"),
+        max_grad_norm is not None,
+        residency,
+    )
+    memory_bytes = memory_limit_bytes() * DEFAULT_SHARE_PERCENT // 100 if memory is None else parse_bytes(memory)
+    folder = None if disk is None else Path(disk)
+    return Wishes(memory_bytes, freedom, plan, folder, PRECISIONS[precision], max_grad_norm, seed)
+
+
+def _refuse_unknown(option: str, value: object, known: tuple[object, ...]) -> None:
+    if value not in known:
+        raise ValueError(f"unknown {option} {value!r}; known are {', '.join(str(k) for k in known if k is not None)}")
+
+
+def _refuse_bad_sizes(
+    minibatch_size: int, microbatch: int | None, pack: int | None, max_grad_norm: float | None, plan: Plan | None
+) -> None:
+    if microbatch is not None and (microbatch < 1 or minibatch_size % microbatch):
+        raise ValueError(f"microbatches of {microbatch} do not divide a minibatch of {minibatch_size} samples")
+    if pack is not None and pack < 1:
+        raise ValueError(f"a pack has at least 1 layer, not {pack}")
+    if max_grad_norm is not None and not max_grad_norm > 0:
+        raise ValueError(f"max_grad_norm must be positive, not {max_grad_norm}; leave it out to clip nothing")
+    if plan is None:
+        return
+    if plan.minibatch_size != minibatch_size:
+        raise ValueError(f"the plan is for minibatches of {plan.minibatch_size}, the example has {minibatch_size}")
+    if plan.schedule not in SCHEDULES or plan.num_devices > 1:
+        raise ValueError(f"the plan is for {plan.schedule} on {plan.num_devices} devices; this trainer has one")
+    if plan.clipping != (max_grad_norm is not None):
+        raise ValueError("the plan and max_grad_norm disagree about clipping; give both or neither")
