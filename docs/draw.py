@@ -53,7 +53,7 @@ class Block:
 
 def _cases() -> dict[str, Case]:
     three, four, six = equal_packs(3, 1), equal_packs(4, 1), equal_packs(6, 1)
-    enough = 2000 * MIB
+    enough = 512 * MIB
 
     def staged(name: str, num_microbatches: int = 4, policy: str = "recompute") -> Plan:
         return Plan(name, num_microbatches, 1, four, four, (policy,) * 4, num_devices=4, stages=four)
@@ -62,8 +62,8 @@ def _cases() -> dict[str, Case]:
     grouped = Plan("harmony", 3, 1, three, three[:-1], ("recompute",) * 3)
     wrapped = Plan("harmony_pp", 3, 1, six, six[:-1], ("recompute",) * 6, num_devices=3)
     return {
-        "plain": Case("a plain loop, least recently used out first", on_demand, 448 * MIB),
-        "harmony": Case("harmony: all microbatches pack by pack, planned residency", grouped, 448 * MIB),
+        "plain": Case("a plain loop, least recently used out first", on_demand, 288 * MIB),
+        "harmony": Case("harmony: all microbatches pack by pack, planned residency", grouped, 288 * MIB),
         "harmony_pp": Case("harmony_pp: packs go round the devices", wrapped, 448 * MIB),
         "model_parallel": Case("model_parallel: one device at a time", staged("model_parallel", 2, "keep"), enough),
         "gpipe": Case("gpipe: all forwards, all backwards, flush", staged("gpipe"), enough),
