@@ -148,14 +148,15 @@ class _Runner:
         """Workspace of a forward, saved bytes, workspace of a backward; what tasks read and write is not workspace."""
         kept: list[Tensor] = []
         fixed = [*self.parameters.values(), *self.buffers.values()]
-        weights = {tensor.untyped_storage().data_ptr() for tensor in fixed}
+        batch = [t for i, t in zip(self.layer.inputs, self.inputs, strict=True) if self.chain.values[i].producer < 0]
+        apart = {tensor.untyped_storage().data_ptr() for tensor in (*fixed, *batch)}
         with Meter([*fixed, *self.inputs]) as meter, discarding():
             plain = self._forward()
         forward_peak = max(0, meter.peak_bytes - storage_bytes(list(plain)))
         del plain
 
         def pack(tensor: Tensor) -> Tensor:
-            if tensor.untyped_storage().data_ptr() not in weights:
+            if tensor.untyped_storage().data_ptr() not in apart:
                 kept.append(tensor)
             return tensor
 

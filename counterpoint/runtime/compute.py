@@ -255,13 +255,14 @@ class Compute:
         kept = SavedTensors()
         self.store.saved[saved(layer, microbatch)] = kept
         known: dict[int, tuple[Buffer, str]] = {}
-        batch = {tensor.untyped_storage().data_ptr() for tensor in self._batch(microbatch).values()}
+        buffers = [self.buffers[name] for name in self.chain.layers[layer].buffers]
+        apart = {t.untyped_storage().data_ptr() for t in (*self._batch(microbatch).values(), *buffers)}
 
         def pack(tensor: Tensor) -> object:
             address = tensor.untyped_storage().data_ptr()
             if address in known:
                 return WeightView(known[address], tensor.shape, tensor.stride(), int(tensor.storage_offset()))
-            if address in batch or not tensor.numel():
+            if address in apart or not tensor.numel():
                 return tensor
             return kept.keep(tensor, copied=self.store.is_lent(tensor))
 
