@@ -11,9 +11,13 @@ from types import ModuleType
 
 import pytest
 
+from counterpoint.core.costs import Costs
 from counterpoint.core.files import from_json
-from counterpoint.core.machine import Machine
-from counterpoint.core.profile import Profile
+from counterpoint.core.machine import Device, Machine
+from counterpoint.core.plan import Plan, equal_packs
+from counterpoint.core.profile import Curve, LayerCost, Profile, ValueCost
+from counterpoint.schedules import write_program
+from counterpoint.simulator import simulate
 
 DOCS = Path(__file__).parents[1] / "docs"
 PAGES = sorted(path.name for path in DOCS.glob("*.md"))
@@ -72,6 +76,24 @@ def test_the_python_example_of_simulate_runs(
     printed = capsys.readouterr().out
     command = next(block.text for block in found if block.language == "console" and "profile.json" in block.text)
     assert printed == command.partition("\n")[2]
+
+
+def bubbles(schedule: str, depth: int, num_microbatches: int) -> float:
+    """Time of 20 steps over that of an ideal pipeline."""
+    layer = LayerCost("layer", Curve.proportional(1000), Curve.proportional(2000), weight_bytes=1, grad_bytes=1)
+    values = tuple(ValueCost(index, (index + 1,), Curve.constant(0)) for index in range(depth - 1))
+    profile = Profile("equal stages", (layer,) * depth, values)
+    stages = equal_packs(depth, 1)
+    plan = Plan(schedule, num_microbatches, 1, stages, stages, ("keep",) * depth, num_devices=depth, stages=stages)
+    machine = Machine("no links", tuple(Device(str(index), 1000) for index in range(depth)))
+    timeline = simulate(write_program(plan, profile.outline()), Costs(profile, plan), machine, 20)
+    return timeline.makespan_ns / (20 * num_microbatches * 3000)
+
+
+@pytest.mark.parametrize(("depth", "num_microbatches"), [(4, 4), (8, 8)])
+def test_bubbles_are_as_the_table_says(depth: int, num_microbatches: int) -> None:
+    row = [f"{bubbles(name, depth, num_microbatches):g}" for name in ("gpipe", "flush", "2bw")]
+    assert " | ".join(("", str(depth), str(num_microbatches), *row, "")).strip() in (DOCS / "schedules.md").read_text()
 
 
 @pytest.mark.parametrize("name", PAGES)
