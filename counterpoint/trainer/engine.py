@@ -42,8 +42,9 @@ class Engine:
         self.disk = stack.enter_context(Disk(self.folder, sizes))
         self._plan(parts, wishes, example)
         self._build(parts, wishes)
-        stack.callback(self.executor.close)
+        stack.callback(self._close)
         self.failure: BaseException | None = None
+        self._closed = False
         self._running, self._bodies = False, 0
 
     def _plan(self, parts: Parts, wishes: Wishes, example: Batch) -> None:
@@ -104,15 +105,16 @@ class Engine:
                 discard(self.store, self.compute)
             self._running = False
 
-    def evaluate(self, batches: Sequence[Mapping[int, Tensor]], step: int) -> float:
+    def evaluate(self, batches: Sequence[Mapping[int, Tensor]], sizes: Sequence[int], step: int) -> float:
+        """The mean loss of microbatches of these sizes, as in eval mode."""
         self.settle(step)
         with self._guarded(step, self.compute.buffers):
-            return self._evaluator.loss(batches)
+            return self._evaluator.loss(batches, sizes)
 
     @contextlib.contextmanager
     def replaced(self, step: int, what: str) -> Iterator[None]:
         """Everything at home is about to be replaced: also a failed run is whole again afterwards."""
-        if self.failure is None:
+        if self.failure is None or self._closed:
             self.settle(step)
         else:
             self.executor.abandon()
@@ -123,11 +125,17 @@ class Engine:
         self.failure = None
 
     def refuse_failed(self) -> None:
+        if self._closed:
+            raise ExecutionError("this trainer is closed; make a new one, with resume to go on from a checkpoint")
         if self.failure is not None:
             raise ExecutionError(
                 "this run failed before and its weights are not whole any more; load a checkpoint, or make a new "
                 f"trainer with resume (the failure: {self.failure})"
             )
+
+    def _close(self) -> None:
+        self._closed = True
+        self.executor.close()
 
     def _shifted(self, tasks: Iterable[Task], steps: int) -> Iterator[Task]:
         return (shift(task, steps, self.program.num_microbatches) for task in tasks)

@@ -25,8 +25,8 @@ class Evaluator:
         self.frame = frame_of(evaluation_chain(training.chain))
         self._programs: dict[int, Program] = {}
 
-    def loss(self, batches: Sequence[Mapping[int, Tensor]]) -> float:
-        """The mean of the microbatches' losses."""
+    def loss(self, batches: Sequence[Mapping[int, Tensor]], sizes: Sequence[int]) -> float:
+        """The mean of the microbatches' losses; `sizes` are their samples, of which the last may have fewer."""
         part = self._program(len(batches)).devices[0]
         store, executor, training = self.executor.store, self.executor, self.training
         compute = Compute(
@@ -44,7 +44,10 @@ class Evaluator:
         finally:
             executor.compute, store.num_microbatches = training, counted
             del executor.spans[num_spans:]
-        return float(torch.stack(list(step.losses.values())).mean())
+        losses = torch.stack([step.losses[number] for number in range(len(batches))])
+        if len(set(sizes)) == 1:
+            return float(losses.mean())
+        return float((losses * torch.tensor(sizes)).sum() / sum(sizes))
 
     def _program(self, num_microbatches: int) -> Program:
         if num_microbatches not in self._programs:

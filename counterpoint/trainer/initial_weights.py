@@ -40,9 +40,23 @@ def _tensors(model: nn.Module, chain: Chain, weights: Path | None, seed: int) ->
         yield from initialise(model, seed)
         return
     kept = model.state_dict(keep_vars=True)
-    wanted = [name for name in (*chain.parameters, *chain.buffers) if name in kept]
+    rename = _base_name if hasattr(model, "peft_config") else str
+    wanted = [name for name in (*chain.parameters, *chain.buffers) if name in kept and not _is_adapter(model, name)]
+    in_files = {rename(name): name for name in wanted}
+    aliases = {rename(alias): rename(name) for alias, name in chain.aliases.items()}
     ignore = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
-    yield from stream_safetensors(weights, wanted, aliases=chain.aliases, ignore=ignore)
-    computed = frozenset(name for name in chain.buffers if name not in kept)
-    if computed:
-        yield from initialise(model, seed, computed)
+    for name, tensor in stream_safetensors(weights, in_files, aliases=aliases, ignore=ignore):
+        yield in_files[name], tensor
+    rest = frozenset((*chain.parameters, *chain.buffers)) - frozenset(wanted)
+    if rest:
+        yield from initialise(model, seed, rest)
+
+
+def _base_name(name: str) -> str:
+    """What peft calls a tensor of the model it wraps -> what that model calls it."""
+    return name.removeprefix("base_model.model.").replace(".base_layer.", ".")
+
+
+def _is_adapter(model: nn.Module, name: str) -> bool:
+    """Whether peft added the tensor to the model it wraps: no file of that model has it."""
+    return hasattr(model, "peft_config") and getattr(getattr(model, "base_model", None), "prefix", "lora_") in name

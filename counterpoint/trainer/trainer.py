@@ -114,11 +114,12 @@ class Trainer:
         return float(torch.stack(list(step.losses.values())).mean())
 
     def evaluate(self, batch: Batch) -> float:
-        """The mean loss of a batch of whole microbatches as in eval mode: nothing of the training is changed."""
-        size = self.plan.microbatch_size
-        if (found := batch_size(self.chain, batch)) % size:
-            raise ModelError(f"the batch has {found} samples, which are not whole microbatches of {size}")
-        return self._engine.evaluate(microbatches(self.chain, batch, size), self.step_count)
+        """The mean loss of a batch of any size as in eval mode: nothing of the training is changed."""
+        size, count = self.plan.microbatch_size, batch_size(self.chain, batch)
+        if not count:
+            raise ModelError("the batch is empty: give at least one sample")
+        sizes = [min(size, count - start) for start in range(0, count, size)]
+        return self._engine.evaluate(microbatches(self.chain, batch, size), sizes, self.step_count)
 
     def settle(self) -> None:
         """Bring everything home, so that what is there is the whole state of the training."""

@@ -149,13 +149,12 @@ def test_adapters_train_alone_and_are_exported_as_peft_reads_them(tmp_path: Path
     from peft import LoraConfig, PeftModel, get_peft_model
 
     torch.manual_seed(8)
-    base = on_meta(LlamaForCausalLM, LLAMA) if meta else LlamaForCausalLM(LLAMA)
-    if not meta:
-        base.save_pretrained(tmp_path / "base")
+    LlamaForCausalLM(LLAMA).save_pretrained(tmp_path / "base")
+    base = on_meta(LlamaForCausalLM, LLAMA) if meta else LlamaForCausalLM.from_pretrained(tmp_path / "base")
     with torch.device("meta" if meta else "cpu"):
         config = LoraConfig(r=2, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
         model = get_peft_model(base, config)
-    with train(tmp_path / "disk", model, 2) as trained:
+    with train(tmp_path / "disk", model, 2, weights=tmp_path / "base" if meta else None) as trained:
         trained.export(tmp_path / "adapter")
         frozen = {n: t for n, t in tensors(trained).items() if "lora" not in n}
         expected = {n: t for n, t in tensors(trained).items() if "lora" in n}
@@ -165,8 +164,7 @@ def test_adapters_train_alone_and_are_exported_as_peft_reads_them(tmp_path: Path
         "adapter_model.safetensors",
     ]
     assert len(load_file(tmp_path / "adapter" / "adapter_model.safetensors")) == len(expected) == 8
-    if not meta:
-        loaded = PeftModel.from_pretrained(LlamaForCausalLM.from_pretrained(tmp_path / "base"), tmp_path / "adapter")
-        assert_same(expected, loaded.state_dict())
-        assert_same({n: t for n, t in frozen.items() if "inv_freq" not in n}, loaded.state_dict())
-        assert loss == pytest.approx(plain_loss(loaded), abs=1e-6)
+    loaded = PeftModel.from_pretrained(LlamaForCausalLM.from_pretrained(tmp_path / "base"), tmp_path / "adapter")
+    assert_same(expected, loaded.state_dict())
+    assert_same({n: t for n, t in frozen.items() if "inv_freq" not in n}, loaded.state_dict())
+    assert loss == pytest.approx(plain_loss(loaded), abs=1e-6)

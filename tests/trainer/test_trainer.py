@@ -7,7 +7,7 @@ import torch
 from torch import nn
 
 import counterpoint
-from counterpoint import ModelError, Plan, Trainer
+from counterpoint import ExecutionError, ModelError, Plan, Trainer
 from counterpoint.core.files import from_json, to_json
 
 from .nets import Entry, Net, adam, assert_same, batches, loss_of, net, plain_loop, tensors, trainer
@@ -112,6 +112,9 @@ def test_evaluation_is_that_of_eval_mode_and_leaves_no_trace(tmp_path: Path, sch
             assert trained.evaluate(data[0]) == _plain_loss(plain, data[0])
         larger = {name: torch.cat([tensor] * 5) for name, tensor in data[0].items()}
         assert trained.evaluate(larger) == pytest.approx(trained.evaluate(data[0]))
+        parts = [{name: tensor[a:b] for name, tensor in data[0].items()} for a, b in ((0, 2), (2, 3), (0, 3))]
+        two, one, three = (trained.evaluate(part) for part in parts)
+        assert three == pytest.approx((2 * two + one) / 3)
         assert_same(tensors(trained), expected)
     assert found == losses
 
@@ -171,8 +174,8 @@ def test_batches_of_another_form_are_refused_and_harm_nothing(tmp_path: Path) ->
         ):
             with pytest.raises(ModelError, match=reason):
                 trained.step(batch)  # type: ignore[arg-type]
-        with pytest.raises(ModelError, match="not whole microbatches of 2"):
-            trained.evaluate({"x": x[:3], "y": y[:3]})
+        with pytest.raises(ModelError, match="the batch is empty"):
+            trained.evaluate({"x": x[:0], "y": y[:0]})
         for batch in good:
             trained.step(batch)
         plain = net()
@@ -192,6 +195,20 @@ def test_unknown_options_are_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(TypeError, match="memmory"):
         trainer(tmp_path, memmory="1GiB")
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_closed_trainer_says_so(tmp_path: Path) -> None:
+    trained = trainer(tmp_path)
+    trained.close()
+    trained.close()
+    for use in (
+        lambda: trained.step(batches(1)[0]),
+        lambda: trained.evaluate(batches(1)[0]),
+        lambda: trained.save(tmp_path / "checkpoint"),
+        lambda: trained.export(tmp_path / "model"),
+    ):
+        with pytest.raises(ExecutionError, match="this trainer is closed"):
+            use()
 
 
 def test_optimizers_of_another_model_are_refused(tmp_path: Path) -> None:
