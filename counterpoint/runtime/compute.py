@@ -6,15 +6,13 @@ how layers are packed.
 """
 
 import contextlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
-from torch.utils.hooks import RemovableHandle
 
-from counterpoint.core.errors import LossError
 from counterpoint.core.program import forward_values
 from counterpoint.core.task import (
     Backward,
@@ -26,17 +24,19 @@ from counterpoint.core.task import (
     activation,
     activation_grad,
     constant,
-    grad,
     saved,
-    state,
     weight,
 )
 from counterpoint.decomposer.randomness import layer_seed
 from counterpoint.runtime.frame import Frame
-from counterpoint.runtime.gradients import Entrance, added, copied, discarding
+from counterpoint.runtime.gradients import Entrance, added, collect, copied, discarding
 from counterpoint.runtime.optimizer import UpdateRule
 from counterpoint.runtime.saved import SavedTensors, WeightView
+from counterpoint.runtime.step import Step
 from counterpoint.runtime.store import Store
+from counterpoint.runtime.updates import Updates
+
+__all__ = ["Compute", "Step"]
 
 
 @dataclass(slots=True)
@@ -46,17 +46,6 @@ class _Graph:
     inputs: list[Entrance]
     outputs: list[GradientEdge | None]
     parameters: dict[str, Tensor]
-
-
-@dataclass(slots=True)
-class Step:
-    """What the computations of one step share: its microbatches and their losses."""
-
-    number: int
-    batches: Sequence[Mapping[int, Tensor]]
-    losses: dict[int, Tensor] = field(default_factory=dict)
-    norms: dict[str, Tensor] = field(default_factory=dict)
-    clip: Tensor | None = None
 
 
 class Compute:
@@ -73,13 +62,14 @@ class Compute:
         autocast: torch.dtype | None = None,
         max_grad_norm: float | None = None,
     ) -> None:
-        self.frame, self.chain, self.store, self.rule = frame, frame.chain, store, rule
+        self.frame, self.chain, self.store = frame, frame.chain, store
         self.buffers, self.num_microbatches, self.seed = buffers, num_microbatches, seed
-        self.autocast, self.max_grad_norm = autocast, max_grad_norm
+        self.autocast = autocast
         self.graphs: dict[tuple[int, int], _Graph] = {}
         self.forwarded: dict[tuple[int, int], dict[str, Tensor]] = {}
         self.steps: dict[int, Step] = {}
         self.started: dict[Buffer, set[str]] = {}
+        self.updates = Updates(frame, store, rule, max_grad_norm, self.started)
         self.training = True
 
     def forward(self, task: Forward) -> None:
@@ -116,61 +106,13 @@ class Compute:
             self.forwarded.pop((layer, task.microbatch), None)
 
     def norm(self, task: Norm) -> None:
-        step = self._step_of(task.step)
-        for layer in range(task.first, task.last + 1):
-            if self.frame.weights[layer].slots:
-                for name, tensor in self.store.tensors(grad(layer, task.step)).items():
-                    if name in self.started[grad(layer, task.step)]:
-                        step.norms[name] = torch.linalg.vector_norm(tensor, 2.0)
+        self.updates.norm(task, self.steps[task.step])
 
     def clip(self, task: Clip) -> None:
-        """The factor of torch.nn.utils.clip_grad_norm_, in its order: by dtype, then as the model has parameters."""
-        assert self.max_grad_norm is not None
-        step = self._step_of(task.step)
-        found = [(self.chain.parameters[n].dtype, step.norms[n]) for n in self.chain.parameters if n in step.norms]
-        dtypes = list(dict.fromkeys(dtype for dtype, _ in found))
-        norms = [norm for dtype in dtypes for other, norm in found if other == dtype]
-        total = torch.linalg.vector_norm(torch.stack(norms), 2.0)
-        step.clip = torch.clamp(self.max_grad_norm / (total + 1e-6), max=1.0)
+        self.updates.clip(self.steps[task.step])
 
     def update(self, task: Update) -> None:
-        assert self.rule is not None
-        step = self._step_of(task.step)
-        self._refuse_bad_loss(step)
-        for layer in range(task.first, task.last + 1):
-            if self.frame.weights[layer].slots:
-                self._update_layer(layer, task, step)
-
-    def _update_layer(self, layer: int, task: Update, step: Step) -> None:
-        assert self.rule is not None
-        weights = self.store.tensors(weight(layer, task.step))
-        grads = self.store.tensors(grad(layer, task.step))
-        fresh = layer in self.store.fresh_states
-        states: dict[str, dict[str, Tensor]] = {name: {} for name in weights}
-        if self.store.states[layer].slots:
-            for name, tensor in self.store.tensors(state(layer, task.step)).items():
-                parameter, _, key = name.rpartition("\0")
-                states[parameter][key] = tensor
-        started = self.started.pop(grad(layer, task.step))
-        for name, tensor in weights.items():
-            if name not in started:
-                continue  # no gradient reached it: an optimizer leaves it alone
-            if step.clip is not None:
-                grads[name].mul_(step.clip)
-            self.rule.update(name, tensor, grads[name], states[name], fresh)
-        self.store.fresh_states.discard(layer)
-
-    def _refuse_bad_loss(self, step: Step) -> None:
-        for microbatch, loss in step.losses.items():
-            if not torch.isfinite(loss):
-                raise LossError(
-                    f"the loss of microbatch {microbatch % self.num_microbatches} in step {step.number} is "
-                    f"{loss.item()}; no weight of this step was changed: lower the learning rate, clip gradients, or "
-                    "look at the batch"
-                )
-
-    def _step_of(self, number: int) -> Step:
-        return self.steps[number]
+        self.updates.update(task, self.steps[task.step])
 
     def _batch(self, microbatch: int) -> Mapping[int, Tensor]:
         step = self.steps[microbatch // self.num_microbatches]
@@ -315,7 +257,7 @@ class Compute:
                 seeds.append(seed)
         if not roots:
             return
-        hooks = self._collect_weight_grads(graph.parameters, task.step)
+        hooks = collect(graph.parameters, task.step, self.frame, self.store, self.started)
         torch.autograd.backward(roots, seeds)
         for hook in hooks:
             hook.remove()
@@ -356,32 +298,3 @@ class Compute:
                 self.store.put(buffer, after)
         else:
             self.store.put(buffer, contribution)
-
-    def _collect_weight_grads(self, parameters: Mapping[str, Tensor], step: int) -> list[RemovableHandle]:
-        """Let autograd add to the gradient buffers; the first gradient of a step is copied, not added to zero."""
-        hooks: list[RemovableHandle] = []
-        targets: dict[Buffer, dict[str, Tensor]] = {}
-        for name, leaf in parameters.items():
-            if not leaf.requires_grad:
-                continue
-            buffer = grad(self.frame.owner(name), step)
-            if self.store.make(buffer):
-                self.started[buffer] = set()
-            if buffer not in targets:
-                targets[buffer] = self.store.tensors(buffer)
-            if name in self.started[buffer]:
-                leaf.grad = targets[buffer][name]
-            else:
-                copy = _copier(targets[buffer][name], name, self.started[buffer])
-                hooks.append(leaf.register_post_accumulate_grad_hook(copy))  # type: ignore[no-untyped-call]
-        return hooks
-
-
-def _copier(target: Tensor, name: str, started: set[str]) -> Callable[[Tensor], None]:
-    def copy(leaf: Tensor) -> None:
-        assert leaf.grad is not None
-        target.copy_(leaf.grad)
-        started.add(name)
-        leaf.grad = None
-
-    return copy

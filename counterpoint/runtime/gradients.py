@@ -1,13 +1,19 @@
-"""Gradients of a layer's inputs, as autograd hands them over: their layout kept, added in its order.
+"""What autograd finds for a layer's inputs and weights into gradients: layouts kept, sums in its order.
 
 A leaf would lay its gradient out like itself, and kernels may round differently on another layout. So an input enters
 its layer through a node that only takes down what arrives.
 """
 
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
+
+from counterpoint.core.task import Buffer, grad
+from counterpoint.runtime.frame import Frame
+from counterpoint.runtime.store import Store
 
 
 class Entrance:
@@ -63,3 +69,35 @@ def discarding() -> torch.autograd.graph.saved_tensors_hooks:
     Without autograd torch may choose other kernels, in attention or products, whose results differ in the last bit.
     """
     return torch.autograd.graph.saved_tensors_hooks(lambda tensor: None, lambda nothing: nothing)
+
+
+def collect(
+    parameters: Mapping[str, Tensor], step: int, frame: Frame, store: Store, started: dict[Buffer, set[str]]
+) -> list[RemovableHandle]:
+    """Let autograd add to the gradient buffers; the first gradient of a step is copied, not added to zero."""
+    hooks: list[RemovableHandle] = []
+    targets: dict[Buffer, dict[str, Tensor]] = {}
+    for name, leaf in parameters.items():
+        if not leaf.requires_grad:
+            continue
+        buffer = grad(frame.owner(name), step)
+        if store.make(buffer):
+            started[buffer] = set()
+        if buffer not in targets:
+            targets[buffer] = store.tensors(buffer)
+        if name in started[buffer]:
+            leaf.grad = targets[buffer][name]
+        else:
+            copy = _copier(targets[buffer][name], name, started[buffer])
+            hooks.append(leaf.register_post_accumulate_grad_hook(copy))  # type: ignore[no-untyped-call]
+    return hooks
+
+
+def _copier(target: Tensor, name: str, started: set[str]) -> Callable[[Tensor], None]:
+    def copy(leaf: Tensor) -> None:
+        assert leaf.grad is not None
+        target.copy_(leaf.grad)
+        started.add(name)
+        leaf.grad = None
+
+    return copy

@@ -250,7 +250,7 @@ def _run(
             found = compute.steps[number].losses
             losses.append([found[key].item() for key in sorted(found)])
             if schedule:
-                executor.compute.rule.optimizer._opt_called = True
+                schedule.optimizer._opt_called = True  # as the trainer does, for torch to see a step
                 schedule.step()
         executor.run((shift(task, NUM_STEPS, m) for task in part.epilogue), NUM_STEPS)
         executor.drain()

@@ -1,0 +1,17 @@
+"""What the computations of one step share."""
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+
+from torch import Tensor
+
+
+@dataclass(slots=True)
+class Step:
+    """What the computations of one step share: its microbatches and their losses."""
+
+    number: int
+    batches: Sequence[Mapping[int, Tensor]]
+    losses: dict[int, Tensor] = field(default_factory=dict)
+    norms: dict[str, Tensor] = field(default_factory=dict)
+    clip: Tensor | None = None

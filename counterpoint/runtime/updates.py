@@ -1,0 +1,83 @@
+"""Finished gradients into new weights: norm, clip and update of layers."""
+
+import torch
+from torch import Tensor
+
+from counterpoint.core.errors import LossError
+from counterpoint.core.task import Buffer, Norm, Update, grad, state, weight
+from counterpoint.runtime.frame import Frame
+from counterpoint.runtime.optimizer import UpdateRule
+from counterpoint.runtime.step import Step
+from counterpoint.runtime.store import Store
+
+
+class Updates:
+    """Updates what the store holds. `started` names, by gradient buffer, the parameters that a gradient has reached."""
+
+    def __init__(
+        self,
+        frame: Frame,
+        store: Store,
+        rule: UpdateRule | None,
+        max_grad_norm: float | None,
+        started: dict[Buffer, set[str]],
+    ) -> None:
+        self.frame, self.chain, self.store, self.rule = frame, frame.chain, store, rule
+        self.max_grad_norm, self.started = max_grad_norm, started
+
+    def norm(self, task: Norm, step: Step) -> None:
+        for layer in range(task.first, task.last + 1):
+            if self.frame.weights[layer].slots:
+                for name, tensor in self.store.tensors(grad(layer, task.step)).items():
+                    if name in self.started[grad(layer, task.step)]:
+                        step.norms[name] = torch.linalg.vector_norm(tensor, 2.0)
+
+    def clip(self, step: Step) -> None:
+        """The factor of torch.nn.utils.clip_grad_norm_, in its order: by dtype, then as the model has parameters."""
+        assert self.max_grad_norm is not None
+        found = [(self.chain.parameters[n].dtype, step.norms[n]) for n in self.chain.parameters if n in step.norms]
+        dtypes = list(dict.fromkeys(dtype for dtype, _ in found))
+        norms = [norm for dtype in dtypes for other, norm in found if other == dtype]
+        total = torch.linalg.vector_norm(torch.stack(norms), 2.0)
+        step.clip = torch.clamp(self.max_grad_norm / (total + 1e-6), max=1.0)
+
+    def update(self, task: Update, step: Step) -> None:
+        refuse_bad_loss(step)
+        for layer in range(task.first, task.last + 1):
+            if self.frame.weights[layer].slots:
+                self._update_layer(layer, task, step)
+
+    def _update_layer(self, layer: int, task: Update, step: Step) -> None:
+        assert self.rule is not None
+        weights = self.store.tensors(weight(layer, task.step))
+        grads = self.store.tensors(grad(layer, task.step))
+        states = self._states(layer, task.step)
+        fresh = layer in self.store.fresh_states
+        started = self.started.pop(grad(layer, task.step))
+        for name, tensor in weights.items():
+            if name in started:  # an optimizer leaves a parameter alone that no gradient has reached
+                if step.clip is not None:
+                    grads[name].mul_(step.clip)
+                self.rule.update(name, tensor, grads[name], states[name], fresh)
+            elif fresh:
+                for unused in states[name].values():
+                    unused.zero_()
+        self.store.fresh_states.discard(layer)
+
+    def _states(self, layer: int, step: int) -> dict[str, dict[str, Tensor]]:
+        found: dict[str, dict[str, Tensor]] = {slot.name: {} for slot in self.frame.weights[layer].slots}
+        if self.store.states[layer].slots:
+            for name, tensor in self.store.tensors(state(layer, step)).items():
+                parameter, _, key = name.rpartition("\0")
+                found[parameter][key] = tensor
+        return found
+
+
+def refuse_bad_loss(step: Step) -> None:
+    for microbatch, loss in step.losses.items():
+        if not torch.isfinite(loss):
+            raise LossError(
+                f"the loss of microbatch {microbatch % len(step.batches)} in step {step.number} is "
+                f"{loss.item()}; no weight of this step was changed: lower the learning rate, clip gradients, or "
+                "look at the batch"
+            )
