@@ -85,16 +85,16 @@ def test_a_report_repeats_the_summary(finished: tuple[Path, str], capsys: pytest
 
 
 def test_a_run_that_goes_on_is_the_run_that_never_stopped(
-    finished: tuple[Path, str], text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    text: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    options = (*SMALL, "--data", text, "--run", str(tmp_path), "--validation-share", "0.1", "--decay", "constant")
-    assert main(("train", *options, "--steps", "2")) == 0
-    assert main(("train", "--resume", "last", "--run", str(tmp_path), "--steps", "4", "--memory", "1900MiB")) == 0
+    """With microbatches of a given size: the planner's choice follows its measurements."""
+    parted, whole = tmp_path / "parted", tmp_path / "whole"
+    options = (*SMALL, "--data", text, "--microbatch", "1", "--decay", "constant")
+    assert main(("train", *options, "--run", str(parted), "--steps", "2")) == 0
+    assert main(("train", "--resume", str(parted), "--steps", "4", "--memory", "1900MiB")) == 0
     assert "changed     memory 2GiB -> 1900MiB, steps 2 -> 4" in capsys.readouterr().out
-    whole = tmp_path.parent / "whole"
-    assert main(("train", *options[:-4], "--validation-share", "0.1", "--decay", "constant", "--run", str(whole),
-                 "--steps", "4")) == 0  # fmt: skip
-    assert losses(tmp_path) == losses(whole)
+    assert main(("train", *options, "--run", str(whole), "--steps", "4")) == 0
+    assert losses(parted) == losses(whole)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])

@@ -56,6 +56,7 @@ def _write_shards(weights: Path, found: Mapping[str, Stretch], folder: Path) -> 
         file = "model.safetensors" if len(shards) == 1 else f"model-{number:05d}-of-{len(shards):05d}.safetensors"
         tensors = {name: read_tensor(weights, found[name]) for name in names}
         save_file(tensors, folder / file, {"format": "pt"})
+        (folder / file).chmod(0o644)  # safetensors writes for the owner only
         index |= dict.fromkeys(names, file)
     if len(shards) > 1:
         size = sum(stretch.num_bytes for stretch in found.values())

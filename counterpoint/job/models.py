@@ -130,6 +130,8 @@ def _on_meta(config: Any, name: str) -> nn.Module:
             model = _transformers().AutoModelForCausalLM.from_config(config)
     except (ValueError, TypeError, ImportError, AttributeError, RuntimeError) as error:
         raise ModelError(f"{name} is not a causal language model that can be built: {_first_line(error)}") from error
+    if getattr(model, "loss_type", "") is None:  # transformers knows the loss by the name of the class, and not all
+        model.loss_type = "ForCausalLM"
     assert isinstance(model, nn.Module)
     return model.train()
 
