@@ -34,9 +34,15 @@ class Decision:
 
 
 def decide(
-    profile: Profile, memory_bytes: int, base_bytes: int, folder: Path, freedom: Freedom, plan: Plan | None
+    profile: Profile,
+    memory_bytes: int,
+    base_bytes: int,
+    model_bytes: int,
+    folder: Path,
+    freedom: Freedom,
+    plan: Plan | None,
 ) -> Decision:
-    """Search for a plan, or take the one that is given."""
+    """Search for a plan, or take the one that is given; `model_bytes` of the base are the user's own weights."""
     budget = memory_bytes - base_bytes - memory_bytes * MARGIN_PERCENT // 100
     machine = this_machine(max(budget, 1), folder)
     try:
@@ -46,7 +52,7 @@ def decide(
             found = search(profile, machine, freedom)
             plan, program, timeline = found.plan, found.program, found.timeline
     except BudgetError as error:
-        raise _too_small(profile, memory_bytes, base_bytes, plan, error) from error
+        raise _too_small(profile, memory_bytes, base_bytes, model_bytes, plan, error) from error
     return Decision(machine, budget, plan, program, forecast(profile, machine, plan, program, timeline))
 
 
@@ -73,7 +79,7 @@ def _disk_speed(device: int, folder: Path) -> DiskSpeed:
 
 
 def _too_small(
-    profile: Profile, memory_bytes: int, base_bytes: int, plan: Plan | None, error: BudgetError
+    profile: Profile, memory_bytes: int, base_bytes: int, model_bytes: int, plan: Plan | None, error: BudgetError
 ) -> BudgetError:
     """The same error in terms of the memory that the user gives."""
     smallest = error.smallest_bytes
@@ -83,9 +89,12 @@ def _too_small(
         return error
     needed = (smallest + base_bytes + _SLACK_BYTES) * 100 // (100 - MARGIN_PERCENT)
     needed = -(-needed // 2**20) * 2**20
+    own = (
+        f" ({format_bytes(model_bytes)} of it the model's weights: build it on the meta device)" if model_bytes else ""
+    )
     return BudgetError(
         f"{format_bytes(memory_bytes)} of memory cannot train this model: the process itself takes "
-        f"{format_bytes(base_bytes)}, and no plan fits into the rest; the smallest memory that works is "
+        f"{format_bytes(base_bytes)}{own}, and no plan fits into the rest; the smallest memory that works is "
         f"{needed >> 20}MiB",
         needed,
     )

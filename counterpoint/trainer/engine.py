@@ -64,7 +64,10 @@ class Engine:
         freedom = replace(wishes.freedom, microbatch_sizes=measured_sizes(self.profile))
         trim()
         self.base_bytes = resident_bytes() + 2 * STAGING_BYTES
-        chosen = decide(self.profile, wishes.memory_bytes, self.base_bytes, self.folder, freedom, wishes.plan)
+        own_bytes = sum(p.nbytes for p in parts.module.parameters() if not p.is_meta)
+        chosen = decide(
+            self.profile, wishes.memory_bytes, self.base_bytes, own_bytes, self.folder, freedom, wishes.plan
+        )
         self.machine, self.program, self.forecast = chosen.machine, chosen.program, chosen.forecast
         self.budget_bytes = chosen.budget_bytes
         self.plan = ChosenPlan.of(chosen.plan, describe(chosen.forecast))

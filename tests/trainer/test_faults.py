@@ -92,6 +92,11 @@ def test_the_smallest_memory_that_the_error_names_works(tmp_path: Path) -> None:
         assert_same(tensors(small), tensors(large))
 
 
+def test_weights_that_the_user_keeps_in_memory_are_named(tmp_path: Path) -> None:
+    with pytest.raises(BudgetError, match=r"of it the model's weights: build it on the meta device"):
+        trainer(tmp_path, memory="100MiB")
+
+
 def test_a_bad_loss_leaves_no_trace(tmp_path: Path) -> None:
     good = batches(3)
     bad = {"x": torch.full((4, 8), float("inf")), "y": good[0]["y"]}
