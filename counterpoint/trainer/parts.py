@@ -28,10 +28,13 @@ class Parts:
     states: tuple[Flat, ...]
 
 
-def parts_of(model: Model, optimizer: Optimizer, example: Batch, loss: Loss | None) -> Parts:
-    """A list of modules becomes one module."""
+def parts_of(
+    model: Model, optimizer: Optimizer, example: Batch, loss: Loss | None, autocast: torch.dtype | None = None
+) -> Parts:
+    """A list of modules becomes one module. The chain is made under the autocast it runs under: models see dtypes."""
     module = model if isinstance(model, nn.Module) else nn.ModuleList(model)
-    chain = _chain(model, example, loss)
+    with torch.autocast("cpu", autocast, enabled=autocast is not None):
+        chain = _chain(model, example, loss)
     frame = frame_of(chain)
     rule = UpdateRule(optimizer, _names(module, chain))
     return Parts(module, chain, frame, rule, _states(frame, rule))

@@ -24,7 +24,7 @@ from counterpoint.trainer.export import export_model
 from counterpoint.trainer.initial_weights import fill
 from counterpoint.trainer.parts import Model, batch_size, microbatches, parts_of
 from counterpoint.trainer.statistics import Statistics, measured_timeline, waited
-from counterpoint.trainer.wishes import read_wishes
+from counterpoint.trainer.wishes import PRECISIONS, read_wishes
 
 RECORDED_STEPS = 16
 
@@ -65,7 +65,7 @@ class Trainer:
         set_allocator_thresholds()
         self.optimizer = optimizer
         facts = None if resume is None else read_facts(Path(resume))
-        parts = parts_of(model, optimizer, example, loss)
+        parts = parts_of(model, optimizer, example, loss, PRECISIONS.get(precision))
         self.minibatch_size = batch_size(parts.chain, example)
         if facts is not None and microbatch is None and plan is None:
             microbatch = _kept_microbatch(facts, self.minibatch_size)
