@@ -17,6 +17,7 @@ from counterpoint.job.metrics import Metrics
 from counterpoint.planner.forecast_text import CAUSE_TEXTS
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
+_CAUSE_TEXTS = CAUSE_TEXTS | {"start": "between computations"}
 _WIDTH = 32
 _HISTORY = _WIDTH
 
@@ -84,7 +85,7 @@ def waiting(waited_ns: Iterable[tuple[str, int]], time_ns: int) -> str:
     """
     shares = [(100 * waited // max(time_ns, 1), cause) for cause, waited in waited_ns]
     worst = sorted((share, cause) for share, cause in shares if share)[::-1]
-    return ", ".join(f"{share} % {CAUSE_TEXTS.get(cause, cause)}" for share, cause in worst) or "no waiting"
+    return ", ".join(f"{share} % {_CAUSE_TEXTS.get(cause, cause)}" for share, cause in worst) or "no waiting"
 
 
 class Panel:

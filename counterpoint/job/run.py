@@ -18,7 +18,7 @@ from counterpoint.job.metrics import Metrics, MetricsLog
 from counterpoint.job.optimizers import learning_rate_at, set_learning_rate
 from counterpoint.job.progress import Progress, choose_progress
 from counterpoint.job.report import report
-from counterpoint.job.setup import Setup, changes, resolve, set_up, stated
+from counterpoint.job.setup import DIGEST, Setup, changes, resolve, set_up, stated
 from counterpoint.planner.forecast_text import plan_text
 from counterpoint.runtime.memory_process import peak_resident_bytes, reset_peak_resident
 from counterpoint.trainer import Trainer
@@ -175,7 +175,7 @@ def _evaluate(setup: Setup, trainer: Trainer) -> float:
 def _save(setup: Setup, trainer: Trainer) -> None:
     target = setup.folder.checkpoint(trainer.step_count)
     target.parent.mkdir(parents=True, exist_ok=True)
-    trainer.save(target)
+    trainer.save(target, {DIGEST: setup.data.digest})
     setup.folder.remove_other_checkpoints(trainer.step_count, setup.config.keep)
 
 

@@ -13,11 +13,12 @@ from counterpoint.job.data import Data, open_data
 from counterpoint.job.folder import RunFolder
 from counterpoint.job.models import Source, build_model, is_built_in
 from counterpoint.job.optimizers import build_optimizer
-from counterpoint.job.token_cache import cache_facts
+from counterpoint.runtime.checkpoint import read_facts
 from counterpoint.runtime.memory_process import memory_limit_bytes
 from counterpoint.runtime.probe_compute import gemm_works
 
 Say = Callable[[str], None]
+DIGEST = "data digest"  # its name among what a checkpoint keeps for us
 
 
 @dataclass(frozen=True)
@@ -57,14 +58,20 @@ def set_up(config: Config, folder: RunFolder, checkpoint: Path | None, say: Say)
             f"{source.name} takes sequences of up to {source.max_length} tokens, not {config.sequence_length}"
         )
     optimizer = build_optimizer(config, source.model)
-    before = cache_facts(folder.data / "tokens.bin").get("digest")
     data = open_data(config, source.vocabulary, source.weights, folder.data, say)
-    if checkpoint is not None and before not in (None, data.digest):
+    try:
+        _refuse_other_data(checkpoint, data)
+    except BaseException:
         data.close()
-        raise ExecutionError(
-            f"the data is not what {folder.root} was trained on: put it back, or give a new run folder with run"
-        )
+        raise
     return Setup(config, folder, checkpoint, source, data, optimizer)
+
+
+def _refuse_other_data(checkpoint: Path | None, data: Data) -> None:
+    if checkpoint is not None and read_facts(checkpoint).extra.get(DIGEST, data.digest) != data.digest:
+        raise ExecutionError(
+            f"the data is not what {checkpoint} was trained on: put it back, or start a new run from exported weights"
+        )
 
 
 def stated(config: Config) -> str:

@@ -24,7 +24,7 @@ def text_corpus(
 ) -> Corpus:
     """Tokenised into `cache` unless it holds the tokens of these very files."""
     key = _key(files, encoder)
-    facts = cache_facts(cache)
+    facts = _facts(cache)
     if facts.get("key") != key or not cache.is_file():
         facts = {"key": key, **_write_cache(files, encoder, cache, say)}
         cache.with_suffix(".json").write_text(json.dumps(facts, indent=1) + "\n")
@@ -34,7 +34,7 @@ def text_corpus(
     return Corpus([piece], length, facts["digest"])
 
 
-def cache_facts(cache: Path) -> dict[str, Any]:
+def _facts(cache: Path) -> dict[str, Any]:
     """What lies in a cache; empty if there is none."""
     try:
         found = json.loads(cache.with_suffix(".json").read_text())
