@@ -55,7 +55,7 @@ def _read(kind: Any, data: Any, where: str) -> Any:
         if data is None and type(None) in arguments:
             return None
         return _read(next(a for a in arguments if a is not type(None)), data, where)
-    if kind is int and isinstance(data, str) and where.endswith(("_bytes", "_bytes_per_s")):
+    if kind is int and isinstance(data, str) and where.endswith(("bytes", "bytes_per_s")):
         return parse_bytes(data)
     if not isinstance(data, kind) or (kind is int and isinstance(data, bool)):
         raise ValueError(f"{where} must be {_name(kind)}, not {data!r}")
