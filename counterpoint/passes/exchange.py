@@ -1,15 +1,12 @@
-"""A choice of what stays into a better one: keep what fits after all, and exchange as long as that saves bytes."""
+"""A choice of what stays into a better one: exchange gaps as long as that saves bytes."""
+
+from itertools import pairwise
 
 from counterpoint.passes.body import Body, Gap
-from counterpoint.passes.levels import Levels
+from counterpoint.passes.room import Room
 
 _Journal = list[tuple[Gap, bool]]
 """Gaps that were changed, in order, and whether they were tight before."""
-
-
-def fill(body: Body, budget: int) -> None:
-    """Keep what fits after all, those first that cost most."""
-    _Exchange(body, budget, 0).fill([])
 
 
 def improve(body: Body, budget: int, effort: int) -> None:
@@ -23,33 +20,45 @@ def improve(body: Body, budget: int, effort: int) -> None:
 class _Exchange:
     """Local search. `evicts` counts the given-up gaps of each dirty group: the first costs an evict, the others none.
 
-    `blocks` remembers for a given-up gap a position where it did not fit: most do not fit there the next time either.
+    `frees` is what a gap gives back, as `Room` counts it; `over` are the gaps over each position. `hope` is the
+    most that keeping one more gap can save.
     """
 
     def __init__(self, body: Body, budget: int, effort: int) -> None:
-        self.body, self.budget, self.effort = body, budget, effort
-        self.count = body.num_positions
-        self.levels = Levels(body.occupied())
+        self.body, self.effort = body, effort
+        self.room = Room(body.occupied(), budget)
         self.given_up = {id(gap): gap for gap in body.gaps if not gap.kept and not gap.fixed}
-        self.blocks = {key: gap.freed[0] % self.count for key, gap in self.given_up.items()}
+        self.frees: dict[tuple[int, bool], int] = {}
+        self.covers: dict[int, int] = {}
+        self.over: list[list[Gap]] = [[] for _ in body.needs]
+        self.groups: dict[int, list[Gap]] = {}
         self.evicts: dict[int, int] = {}
-        for gap in self.given_up.values():
-            if gap.dirty:
-                self.evicts[gap.group] = self.evicts.get(gap.group, 0) + 1
-        self.over: list[list[Gap]] = [[] for _ in range(self.count if effort else 0)]
-        for gap in body.gaps if effort else ():
-            for offset in range(gap.start, gap.start + min(gap.length, self.count)):
-                self.over[offset % self.count].append(gap)
+        self.hope = 0
+        for gap in body.gaps:
+            self._note(gap)
+
+    def _note(self, gap: Gap) -> None:
+        key, room = id(gap), self.room
+        self.frees[key, False] = room.range(gap.start, gap.length, gap.size)
+        self.frees[key, True] = room.range(gap.span_start, gap.span_length, gap.size)
+        self.covers[key] = room.range(gap.start, min(gap.length, room.count), room.tops & -room.tops)
+        for offset in range(gap.start, gap.start + min(gap.length, room.count)):
+            self.over[offset % room.count].append(gap)
+        if gap.dirty and gap.length:
+            self.groups.setdefault(gap.group, []).append(gap)
+        if gap.dirty and not gap.kept:
+            self.evicts[gap.group] = self.evicts.get(gap.group, 0) + 1
 
     def round(self) -> bool:
-        """Try to keep each given-up gap and to give up each kept one; whether any of it saved bytes."""
+        """Try to keep each given-up gap and to give up kept ones; whether any of it saved bytes."""
         changed = False
+        self.hope = max(map(self._saving, self.given_up.values()), default=0)
         for gap in sorted(self.given_up.values(), key=self._rank):
-            if self.effort > 0 and not gap.kept:
-                changed = self._try_with(gap) or changed
-        for gap in self.body.gaps:
-            if self.effort > 0 and gap.kept and gap.length:
-                changed = self._try_without(gap) or changed
+            changed = self._try_with_all(gap) or changed
+        alone = [[gap] for gap in self.body.gaps if gap.length]
+        pairs = [list(pair) for group in self.groups.values() for pair in pairwise(group)]
+        for gaps in (*alone, *pairs, *self.groups.values()):
+            changed = (self.effort > 0 and self._try_without(gaps)) or changed
         return changed
 
     def _rank(self, gap: Gap) -> tuple[int, int, int, int]:
@@ -61,26 +70,43 @@ class _Exchange:
     def _cost(self, gap: Gap) -> int:
         return gap.size * (2 if gap.dirty and not self.evicts.get(gap.group) else 1)
 
-    def _try_with(self, gap: Gap) -> bool:
-        """Keep the gap, give up others where it does not fit, fill what room that leaves; undo it unless it saves."""
-        balance, levels = self._saving(gap), self.levels
-        journal = [(gap, gap.tight)]
+    def _try_with_all(self, gap: Gap) -> bool:
+        """Keep the gap instead of the cheapest others, or of any one where memory is shortest and the cheapest then."""
+        if self.effort <= 0 or gap.kept:
+            return False
+        if self._try_with(gap, None):
+            return True
+        tight = gap.tight
         self._keep(gap)
-        while (level := levels.highest(gap.span_start, gap.span_length)) > self.budget:
-            victim = self._cheapest(levels.where(gap.span_start, gap.span_length, level), level, gap)
-            if victim is None:
+        _, position = self.room.worst()
+        self._give_up(gap, tight)
+        others = [other for other in self.over[position] if other.kept]
+        return any(self.effort > 0 and self._try_with(gap, other) for other in others)
+
+    def _try_with(self, gap: Gap, victim: Gap | None) -> bool:
+        """Keep the gap, give up others where it does not fit, fill what room that leaves; undo it unless it saves."""
+        balance, journal = self._saving(gap), [(gap, gap.tight)]
+        self._keep(gap)
+        while self.room.lacking():
+            victim = victim or self._cheapest(gap)
+            if victim is None or balance + self.hope <= self._cost(victim):
                 self._undo(journal)
                 return False
             balance -= self._cost(victim)
             self._give_up(victim)
             journal.append((victim, False))
+            victim = None
         return self._settle(balance, journal)
 
-    def _try_without(self, gap: Gap) -> bool:
-        """Give the gap up and fill its room with others; undo it unless it saves."""
-        balance = -self._cost(gap)
-        self._give_up(gap)
-        return self._settle(balance, [(gap, False)])
+    def _try_without(self, gaps: list[Gap]) -> bool:
+        """Give gaps up and fill their room with others; undo it unless it saves."""
+        balance, journal = 0, []
+        for gap in gaps:
+            if gap.kept:
+                balance -= self._cost(gap)
+                self._give_up(gap)
+                journal.append((gap, False))
+        return bool(journal) and self._settle(balance, journal)
 
     def _settle(self, balance: int, journal: _Journal) -> bool:
         """Keep whatever else fits; undo everything unless it saves."""
@@ -91,23 +117,14 @@ class _Exchange:
 
     def fill(self, journal: _Journal) -> int:
         """Keep what fits beside what was just given up, and note it; the bytes that saves."""
-        saved, budget, levels, blocks = 0, self.budget, self.levels, self.blocks
+        saved, fresh, fits = 0, {id(gap) for gap, _ in journal}, self.room.fits
         self.effort -= len(self.given_up)
-        fresh = {id(gap) for gap, _ in journal}
-        candidates = [
-            gap
-            for key, gap in self.given_up.items()
-            if levels.at(blocks[key]) + gap.size <= budget and key not in fresh
-        ]
-        for gap in sorted(candidates, key=self._rank):
-            start, length = gap.freed
-            level = levels.highest(start, length)
-            if level + -(-length // self.count) * gap.size <= budget:
+        fitting = [gap for key, gap in self.given_up.items() if fits(self.frees[key, gap.tight]) and key not in fresh]
+        for gap in sorted(fitting, key=self._rank):
+            if fits(self.frees[id(gap), gap.tight]):
                 saved += self._saving(gap)
                 journal.append((gap, gap.tight))
                 self._keep(gap)
-            else:
-                blocks[id(gap)] = levels.where(start, length, level)
         return saved
 
     def _undo(self, journal: _Journal) -> None:
@@ -117,20 +134,23 @@ class _Exchange:
             else:
                 self._keep(gap)
 
-    def _cheapest(self, position: int, level: int, own: Gap) -> Gap | None:
-        """The kept gap there that frees most of the wanted room for the bytes it costs."""
-        wanted, best_score, best = level - self.budget, 0.0, None
+    def _cheapest(self, own: Gap) -> Gap | None:
+        """The kept gap over the fullest position that frees most of the wanted room for the bytes it costs."""
+        lacking = self.room.lacking()
+        wanted, position = self.room.worst()
+        best_score, best = 0.0, None
         self.effort -= len(self.over[position])
         for gap in self.over[position]:
             if gap.kept and gap is not own:
-                score = self._cost(gap) / min(gap.size, wanted)
+                freed = min(gap.size, wanted) * (self.covers[id(gap)] & lacking).bit_count()
+                score = self._cost(gap) / freed
                 if best is None or score < best_score:
                     best_score, best = score, gap
         return best
 
     def _keep(self, gap: Gap) -> None:
         del self.given_up[id(gap)]
-        self.levels.add(*gap.freed, gap.size)
+        self.room.free -= self.frees[id(gap), gap.tight]
         gap.kept, gap.tight = True, False
         if gap.dirty:
             self.evicts[gap.group] -= 1
@@ -138,8 +158,6 @@ class _Exchange:
     def _give_up(self, gap: Gap, tight: bool = False) -> None:
         gap.kept, gap.tight = False, tight
         self.given_up[id(gap)] = gap
-        start, length = gap.freed
-        self.blocks[id(gap)] = start % self.count
-        self.levels.add(start, length, -gap.size)
+        self.room.free += self.frees[id(gap), tight]
         if gap.dirty:
             self.evicts[gap.group] = self.evicts.get(gap.group, 0) + 1

@@ -3,7 +3,8 @@
 from dataclasses import dataclass
 
 from counterpoint.passes.body import Body
-from counterpoint.passes.exchange import fill, improve
+from counterpoint.passes.exchange import improve
+from counterpoint.passes.fill import fill
 from counterpoint.passes.sweep import sweep
 
 EXACT = 32  # bodies of up to so many tasks get a whole ladder
@@ -40,7 +41,7 @@ def choose(body: Body, budget: int, quick: bool = False) -> None:
 
 
 def _best_of(body: Body, budget: int, starts: tuple[int, ...]) -> None:
-    """Each start is a sweep that leaves so many percent of the room beyond the needs, then improved within all of it."""
+    """Each start is a sweep that leaves so many percent of the room beyond the needs, improved within all of it."""
     low, best, choice = max(body.needs), -1, body.snapshot()
     for percent in starts:
         sweep(body, low + max(0, budget - low) * percent // 100)

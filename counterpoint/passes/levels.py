@@ -36,23 +36,6 @@ class Levels:
             found = max(self._highest(start, self.count), self._highest(0, stop - self.count))
         return found + self.everywhere
 
-    def where(self, start: int, length: int, level: int) -> int:
-        """The first of these positions that holds `level`."""
-        start %= self.count
-        stop = start + min(length, self.count)
-        for begin, end in ((start, min(stop, self.count)), (0, stop - self.count)):
-            while begin < end:
-                block = begin // _BLOCK
-                edge = min((block + 1) * _BLOCK, end)
-                wanted = level - self.addends[block] - self.everywhere
-                if wanted in self.values[begin:edge]:
-                    return self.values.index(wanted, begin, edge)
-                begin = edge
-        raise ValueError(f"no position from {start} on holds {level} bytes")
-
-    def at(self, position: int) -> int:
-        return self.values[position] + self.addends[position // _BLOCK] + self.everywhere
-
     def _add(self, begin: int, end: int, size: int) -> None:
         if begin == end:
             return

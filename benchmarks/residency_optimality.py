@@ -1,0 +1,183 @@
+"""Bytes that planned residency moves against the least possible, by exhaustive search, for small random cases.
+
+    python benchmarks/residency_optimality.py [cases] [seed]
+
+`ahead` 0 is the choice itself. `ahead` 1 also keeps room for each load beside the computation before, which the search
+does without: what that costs is the price of overlap.
+"""
+
+import random
+import sys
+from collections import Counter
+from collections.abc import Iterator
+
+from counterpoint.core.costs import Costs
+from counterpoint.core.plan import SCHEDULES, Plan, equal_packs
+from counterpoint.core.profile import Curve, LayerCost, Profile, ValueCost
+from counterpoint.core.program import Program
+from counterpoint.core.task import Buffer
+from counterpoint.passes.body import Body, Gap
+from counterpoint.passes.gaps import body_of
+from counterpoint.passes.ladder import EXACT, choose
+from counterpoint.passes.lives import Life, collect, mark_shared
+from counterpoint.schedules import write_program
+
+PIPELINES = ("model_parallel", "gpipe", "flush", "2bw")
+MOST_GAPS = 40
+
+
+def ratios(count: int, seed: int) -> Iterator[tuple[float, float]]:
+    """For each case the bytes that `ahead` 0 and 1 move, over the least possible."""
+    rng = random.Random(seed)
+    for _ in range(count):
+        program, device, costs, lives = _case(rng)
+        body, roomy = (body_of(program, device, costs, lives, frozenset(), ahead) for ahead in (0, 1))
+        low, high = max(body.needs), max(body.occupied())
+        budget = rng.randint(low, max(low, high - 1))
+        least = least_traffic(body, budget)
+        found = []
+        for chosen in (body, roomy):
+            choose(chosen, budget)
+            assert max(chosen.occupied()) <= budget
+            found.append(chosen.traffic())
+        yield _ratio(found[0], least), _ratio(found[1], least)
+
+
+def _ratio(found: int, least: int) -> float:
+    return found / least if least else 1.0 + found
+
+
+def _case(rng: random.Random) -> tuple[Program, int, Costs, dict[Buffer, Life]]:
+    """One device of a random small program whose body has something to choose."""
+    while True:
+        schedule = rng.choice(SCHEDULES)
+        profile = _profile(rng, rng.randint(2, 4))
+        plan = _plan(rng, schedule, len(profile.layers))
+        program, costs = write_program(plan, profile.outline()), Costs(profile, plan)
+        lives = [collect(program, device, costs) for device in range(len(program.devices))]
+        mark_shared(program, lives)
+        device = rng.randrange(len(lives))
+        body = body_of(program, device, costs, lives[device], frozenset(), 0)
+        if 1 < len(body.gaps) <= MOST_GAPS and body.num_positions <= EXACT:
+            return program, device, costs, lives[device]
+
+
+def _profile(rng: random.Random, num_layers: int) -> Profile:
+    layers = []
+    for index in range(num_layers):
+        size = rng.randint(100, 1500)
+        saved, workspace = rng.randint(50, 600), rng.randint(0, 100)
+        layers.append(
+            LayerCost(
+                f"layer {index}",
+                Curve.constant(100),
+                Curve.constant(200),
+                10,
+                10,
+                size,
+                size,
+                2 * size,
+                saved_bytes=Curve.constant(saved),
+                backward_workspace_bytes=Curve.constant(workspace),
+            )
+        )
+    values = [ValueCost(i, (i + 1,), Curve.constant(rng.randint(20, 400))) for i in range(num_layers - 1)]
+    if num_layers > 2 and rng.random() < 0.3:
+        values.append(ValueCost(0, (num_layers - 1,), Curve.constant(rng.randint(20, 400))))
+    return Profile("random", tuple(layers), tuple(values))
+
+
+def _plan(rng: random.Random, schedule: str, num_layers: int) -> Plan:
+    packs = equal_packs(num_layers, rng.randint(1, 2))
+    policy = "recompute" if schedule == "harmony_pp" else rng.choice(("recompute", "evict"))
+    stages = equal_packs(num_layers, 2) if schedule in PIPELINES else ()
+    return Plan(
+        schedule,
+        rng.randint(1, 3),
+        1,
+        packs,
+        packs[:-1] if schedule == "harmony" and policy == "recompute" else packs,
+        (policy,) * len(packs),
+        len(stages) if stages else 2 if schedule == "harmony_pp" else 1,
+        stages=stages,
+        host_update=rng.random() < 0.3,
+    )
+
+
+def least_traffic(body: Body, budget: int) -> int:
+    """Branch and bound over what to give up at the fullest position; every freed byte costs at least its load."""
+    body.keep_all()
+    search = _Search(body, budget)
+    search.go(body.occupied(), 0)
+    return search.least
+
+
+class _Search:
+    """`over` says which gaps cover a position, and how often: in a cyclic body one may lie over itself."""
+
+    def __init__(self, body: Body, budget: int) -> None:
+        self.budget, self.count = budget, body.num_positions
+        gaps = [gap for gap in body.gaps if not gap.fixed]
+        self.least = sum(2 * gap.size for gap in gaps) + 1
+        self.over: list[list[tuple[Gap, int]]] = [[] for _ in range(self.count)]
+        for gap in gaps:
+            for position, times in Counter(self._positions(gap)).items():
+                self.over[position].append((gap, times))
+        self.decided: set[int] = set()
+        self.written: Counter[int] = Counter()
+
+    def _positions(self, gap: Gap) -> list[int]:
+        return [offset % self.count for offset in range(gap.span_start, gap.span_start + gap.span_length)]
+
+    def go(self, levels: list[int], cost: int) -> None:
+        """Decide the most promising gap over the fullest position both ways."""
+        worst = max(range(self.count), key=levels.__getitem__)
+        if levels[worst] <= self.budget:
+            self.least = min(self.least, cost)
+            return
+        if cost + max(self._bound(p, level - self.budget) for p, level in enumerate(levels)) >= self.least:
+            return
+        free = [gap for gap, _ in self.over[worst] if id(gap) not in self.decided]
+        gap = max(free, key=lambda gap: gap.size * gap.span_length / self._cost(gap))
+        self.decided.add(id(gap))
+        self._without(gap, levels.copy(), cost)
+        self.go(levels, cost)
+        self.decided.remove(id(gap))
+
+    def _without(self, gap: Gap, levels: list[int], cost: int) -> None:
+        for position in self._positions(gap):
+            levels[position] -= gap.size
+        cost += self._cost(gap)
+        self.written[gap.group] += gap.dirty
+        self.go(levels, cost)
+        self.written[gap.group] -= gap.dirty
+
+    def _cost(self, gap: Gap) -> int:
+        return gap.size * (2 if gap.dirty and not self.written[gap.group] else 1)
+
+    def _bound(self, position: int, wanted: int) -> float:
+        """The least that freeing so many bytes here can cost: the cheapest per byte first, the last one in part."""
+        if wanted <= 0:
+            return 0
+        free = [
+            (self._cost(gap), gap.size * times) for gap, times in self.over[position] if id(gap) not in self.decided
+        ]
+        total = 0.0
+        for cost, size in sorted(free, key=lambda pair: pair[0] / pair[1]):
+            taken = min(size, wanted)
+            total += cost * taken / size
+            wanted -= taken
+        return total - 1e-6 if wanted <= 0 else self.least
+
+
+def main(count: int = 500, seed: int = 0) -> None:
+    found = list(ratios(count, seed))
+    for ahead, column in enumerate(zip(*found, strict=True)):
+        ordered = sorted(column)
+        within = [f"{share}% within {ordered[(count - 1) * share // 100]:.3f}" for share in (50, 90, 99, 100)]
+        exact = sum(ratio == 1.0 for ratio in ordered)
+        print(f"ahead {ahead}: {', '.join(within)}; the least possible in {exact} of {count} cases")
+
+
+if __name__ == "__main__":
+    main(*map(int, sys.argv[1:]))
