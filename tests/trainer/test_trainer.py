@@ -9,6 +9,7 @@ from torch import nn
 import counterpoint
 from counterpoint import ExecutionError, ModelError, Plan, Trainer
 from counterpoint.core.files import from_json, to_json
+from counterpoint.runtime.probe_compute import gemm_works
 
 from .nets import Entry, Net, adam, assert_same, batches, loss_of, net, plain_loop, tensors, trainer
 
@@ -117,6 +118,29 @@ def test_evaluation_is_that_of_eval_mode_and_leaves_no_trace(tmp_path: Path, sch
         assert three == pytest.approx((2 * two + one) / 3)
         assert_same(tensors(trained), expected)
     assert found == losses
+
+
+def test_bf16_keeps_weights_in_fp32_and_survives_a_checkpoint(tmp_path: Path) -> None:
+    if not gemm_works(torch.bfloat16):
+        pytest.skip("products in bf16 kill a process on this machine")
+    data = batches(3)
+    plain = net()
+    optimizer = adam(plain)
+    for batch in data:
+        for k in (0, 2):
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = loss_of(plain(batch["x"][k : k + 2]), {"y": batch["y"][k : k + 2]}) / 2
+            loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    with trainer(tmp_path / "disk", precision="bf16") as trained:
+        trained.step(data[0])
+        trained.save(tmp_path / "checkpoint")
+    with trainer(tmp_path / "disk", precision="bf16", resume=tmp_path / "checkpoint") as trained:
+        for batch in data[1:]:
+            trained.step(batch)
+        assert_same(tensors(trained), plain.state_dict())
+        assert {tensor.dtype for tensor in tensors(trained).values()} == {torch.float32, torch.int64}
 
 
 def test_random_numbers_of_the_user_are_left_alone(tmp_path: Path) -> None:
