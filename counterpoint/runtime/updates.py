@@ -2,6 +2,7 @@
 
 import torch
 from torch import Tensor
+from torch.nn.utils import get_total_norm
 
 from counterpoint.core.errors import LossError
 from counterpoint.core.task import Buffer, Norm, Update, grad, state, weight
@@ -33,12 +34,9 @@ class Updates:
                         step.norms[name] = torch.linalg.vector_norm(tensor, 2.0)
 
     def clip(self, step: Step) -> None:
-        """The factor of torch.nn.utils.clip_grad_norm_, in its order: by dtype, then as the model has parameters."""
+        """The factor of torch.nn.utils.clip_grad_norm_, which takes the norm of norms dtype by dtype."""
         assert self.max_grad_norm is not None
-        found = [(self.chain.parameters[n].dtype, step.norms[n]) for n in self.chain.parameters if n in step.norms]
-        dtypes = list(dict.fromkeys(dtype for dtype, _ in found))
-        norms = [norm for dtype in dtypes for other, norm in found if other == dtype]
-        total = torch.linalg.vector_norm(torch.stack(norms), 2.0)
+        total = get_total_norm([step.norms[name] for name in self.chain.parameters if name in step.norms])
         step.clip = torch.clamp(self.max_grad_norm / (total + 1e-6), max=1.0)
 
     def update(self, task: Update, step: Step) -> None:

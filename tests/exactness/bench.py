@@ -18,7 +18,7 @@ from counterpoint.core.homes import single_home
 from counterpoint.core.plan import Pack, Plan, equal_packs
 from counterpoint.core.program import Program
 from counterpoint.core.task import Evict, Load, Task, shift
-from counterpoint.decomposer import Chain, decompose
+from counterpoint.decomposer import Chain, chain_of_modules, decompose
 from counterpoint.passes.residency import place, smallest_budgets
 from counterpoint.planner.forecast import kept_layers
 from counterpoint.profiler.measure import profile_of
@@ -62,6 +62,7 @@ class Problem:
     max_grad_norm: float | None = None
     autocast: torch.dtype | None = None
     minibatch: int = 6
+    listed: bool = False  # the model is an nn.Sequential that is given as a list of modules
 
     def model(self) -> nn.Module:
         torch.manual_seed(1)
@@ -137,8 +138,8 @@ def _loss(problem: Problem, model: nn.Module, part: Batch) -> Tensor:
     if problem.loss is None:
         loss: Tensor = model(**part).loss
         return loss
-    inputs = {name: tensor.clone() for name, tensor in part.items() if name in _arguments(model)}
-    return problem.loss(model(**inputs), part)
+    inputs = [tensor.clone() for name, tensor in part.items() if problem.listed or name in _arguments(model)]
+    return problem.loss(model(*inputs[: 1 if problem.listed else None]), part)
 
 
 def _arguments(model: nn.Module) -> tuple[str, ...]:
@@ -184,11 +185,15 @@ _chains: dict[object, tuple[Chain, Frame]] = {}
 
 def _decomposed(problem: Problem) -> tuple[Chain, Frame]:
     """Once per model: tracing takes seconds."""
-    key = (problem.build, problem.batch, problem.loss, problem.autocast)
+    key = (problem.build, problem.batch, problem.loss, problem.autocast, problem.listed)
     if key not in _chains:
         with problem.under_autocast():
             example = next(split(problem.batches()[0], 2))
-            chain = decompose(problem.model(), example, loss=problem.loss)
+            model = problem.model()
+            if problem.listed:
+                chain = chain_of_modules(list(model.children()), example, loss=problem.loss)
+            else:
+                chain = decompose(model, example, loss=problem.loss)
         _chains[key] = chain, frame_of(chain)
     return _chains[key]
 

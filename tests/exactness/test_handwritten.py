@@ -123,6 +123,27 @@ class Views(nn.Module):
         return flat.view_as(x) + query
 
 
+class Borrowed(nn.Module):
+    """A value that is a view of a weight, used long after the weight's memory has gone to others of its size."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(WIDTH, WIDTH))
+        self.first = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        table = self.table.expand(x.shape[0], -1, -1)
+        x = torch.tanh(self.first(x)) * table
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x + x * table
+
+
+def squares(batch_size: int) -> Batch:
+    return {name: torch.randn(batch_size, WIDTH, WIDTH) for name in ("x", "target")}
+
+
 class Gaps(nn.Module):
     """A value that only detached readers use, a parameter that gets no gradient, one that gets it by a side way."""
 
@@ -199,6 +220,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Batch], Callabl
     "counting": (Counting, vectors, regression),
     "two streams": (TwoStreams, streams, stream_loss),
     "views": (Views, sequences, regression),
+    "borrowed": (Borrowed, squares, regression),
     "gaps": (Gaps, vectors, regression),
     "frozen": (Frozen, vectors, regression),
     "unet": (UNet, grids, regression),
@@ -220,5 +242,24 @@ SETTINGS = [
 @pytest.mark.parametrize("name", MODELS)
 def test_same_as_plain(name: str, setting: Setting, tmp_path: Path) -> None:
     problem = Problem(*MODELS[name], optimizer=sgd)
+    expected = train_plainly(problem, setting.microbatch)
+    assert differences(train(problem, setting, tmp_path).outcome, expected) == []
+
+
+def unnamed_sequences(batch_size: int) -> Batch:
+    return {"input": torch.randn(batch_size, 12, WIDTH), "target": torch.randn(batch_size, 12, WIDTH)}
+
+
+def row() -> nn.Module:
+    """Modules that only look at their input differently stand between those that compute."""
+    layers: list[nn.Module] = []
+    for _ in range(4):
+        layers += [nn.Linear(WIDTH, WIDTH), nn.Flatten(0, 1), nn.Tanh(), nn.Unflatten(0, (-1, 12)), nn.Identity()]
+    return nn.Sequential(*layers, nn.Linear(WIDTH, WIDTH))
+
+
+@pytest.mark.parametrize("setting", SETTINGS, ids=str)
+def test_list_of_modules(setting: Setting, tmp_path: Path) -> None:
+    problem = Problem(row, unnamed_sequences, regression, optimizer=sgd, listed=True)
     expected = train_plainly(problem, setting.microbatch)
     assert differences(train(problem, setting, tmp_path).outcome, expected) == []

@@ -102,7 +102,7 @@ class Mixed(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(32, 32, dtype=d) for d in (torch.float64, torch.float32) * 3)
+        self.layers = nn.ModuleList(nn.Linear(32, 32, dtype=d) for d in (torch.float64, torch.float32) * 5)
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
