@@ -12,6 +12,7 @@ from torch import Tensor
 from counterpoint.core.costs import Costs
 from counterpoint.core.errors import ExecutionError, LossError
 from counterpoint.core.task import Task, shift
+from counterpoint.core.units import format_bytes
 from counterpoint.decomposer.chain import Batch
 from counterpoint.planner.forecast_text import describe
 from counterpoint.profiler.measure import measured_sizes, profile_of
@@ -70,7 +71,13 @@ class Engine:
         )
         self.machine, self.program, self.forecast = chosen.machine, chosen.program, chosen.forecast
         self.budget_bytes = chosen.budget_bytes
-        self.plan = ChosenPlan.of(chosen.plan, describe(chosen.forecast))
+        self.plan = ChosenPlan.of(chosen.plan, f"{describe(chosen.forecast)}\n{self._whole(wishes.memory_bytes)}")
+
+    def _whole(self, memory_bytes: int) -> str:
+        """The last line of the forecast: the budget is for the whole process."""
+        peak = self.base_bytes + self.forecast.tiers[0].peak_bytes
+        sizes = f"{format_bytes(peak):>9} of {format_bytes(memory_bytes)}"
+        return f"{'  whole process':<28}{sizes}: fits, {format_bytes(memory_bytes - peak)} to spare"
 
     def _build(self, parts: Parts, wishes: Wishes) -> None:
         budget, m = self.budget_bytes, self.plan.num_microbatches

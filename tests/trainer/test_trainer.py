@@ -157,7 +157,7 @@ def test_the_plan_prints_its_forecast_and_can_be_given_back(tmp_path: Path) -> N
     with trainer(tmp_path / "a", activations="recompute", pack=2) as trained:
         text, plan = str(trained.plan), trained.plan
         assert text == trained.describe()
-        for part in ("step time", "peak memory", "moved in one step", "share of time"):
+        for part in ("step time", "peak memory", "moved in one step", "share of time", "of 4.00 GiB: fits, "):
             assert part in text
         assert (plan.microbatch_size, plan.num_microbatches) == (2, 2)
         assert set(plan.activations) == {"recompute"}
