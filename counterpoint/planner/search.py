@@ -57,7 +57,7 @@ def search(profile: Profile, machine: Machine, freedom: Freedom) -> Candidate:
         budget = machine.devices[0].capacity_bytes
         raise BudgetError(
             f"no plan fits {machine.devices[0].name} (need {format_bytes(smallest or 0)}, budget "
-            f"{format_bytes(budget)}); smallest budget that fits: {smallest or 0} bytes ({format_bytes(smallest or 0)})",
+            f"{format_bytes(budget)}); smallest budget that fits: {smallest or 0} bytes",
             smallest,
         )
     return best
