@@ -247,14 +247,14 @@ def test_same_as_plain(name: str, setting: Setting, tmp_path: Path) -> None:
 
 
 def unnamed_sequences(batch_size: int) -> Batch:
-    return {"input": torch.randn(batch_size, 12, WIDTH), "target": torch.randn(batch_size, 12, WIDTH)}
+    return {"input": torch.randn(batch_size, 96, WIDTH), "target": torch.randn(batch_size, 96, WIDTH)}
 
 
 def row() -> nn.Module:
     """Modules that only look at their input differently stand between those that compute."""
     layers: list[nn.Module] = []
     for _ in range(4):
-        layers += [nn.Linear(WIDTH, WIDTH), nn.Flatten(0, 1), nn.Tanh(), nn.Unflatten(0, (-1, 12)), nn.Identity()]
+        layers += [nn.Linear(WIDTH, WIDTH), nn.Flatten(0, 1), nn.Tanh(), nn.Unflatten(0, (-1, 96)), nn.Identity()]
     return nn.Sequential(*layers, nn.Linear(WIDTH, WIDTH))
 
 
