@@ -13,7 +13,9 @@ $(STAMP): pyproject.toml constraints.txt
 	touch $(STAMP)
 
 demo: $(STAMP)
-	$(VENV)/bin/counterpoint simulate
+	rm -rf runs/demo
+	$(VENV)/bin/counterpoint train --run runs/demo --model gpt2-bytes --memory 768MiB --steps 16 \
+	  --minibatch 8 --sequence-length 32 --learning-rate 1.5e-4 --warmup 6 --decay constant
 
 test: $(STAMP) check
 	$(RUN) -m pytest -n auto --durations 10
