@@ -97,19 +97,35 @@ def test_a_run_that_goes_on_is_the_run_that_never_stopped(
     assert losses(parted) == losses(whole)
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_ends_a_run_after_its_step(number: signal.Signals, text: str, tmp_path: Path) -> None:
-    process = started("train", *SMALL, "--data", text, "--run", str(tmp_path / "run"), "--steps", "100000")
+def wait_for(process: "subprocess.Popen[str]", words: str) -> None:
     assert process.stdout is not None
-    for line in process.stdout:
-        if line.startswith("step 2/"):
-            os.kill(process.pid, number)
-            break
+    assert any(line.startswith(words) for line in process.stdout), process.communicate()
+
+
+def test_a_signal_ends_a_run_after_its_step(text: str, tmp_path: Path) -> None:
+    process = started("train", *SMALL, "--data", text, "--run", str(tmp_path / "run"), "--steps", "100000")
+    wait_for(process, "step 2/")
+    os.kill(process.pid, signal.SIGINT)
     out, err = process.communicate(timeout=120)
-    assert (process.returncode, err) == (128 + number, "")
+    assert (process.returncode, err) == (130, "")
     done = len(losses(tmp_path / "run"))
-    assert f"stopped by {number.name} after step {done} and saved" in out
+    assert f"stopped by SIGINT after step {done} and saved" in out
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == [f"step-{done}"]
+
+
+def test_a_killed_run_goes_on_from_its_last_checkpoint(text: str, tmp_path: Path) -> None:
+    root = tmp_path / "run"
+    options = (*SMALL, "--data", text, "--run", str(root), "--microbatch", "2", "--decay", "constant")
+    process = started("train", *options, "--steps", "100000", "--save-every", "2")
+    wait_for(process, "step 3/")
+    process.kill()
+    process.communicate()
+    last = max(int(path.name.removeprefix("step-")) for path in (root / "checkpoints").glob("step-*"))
+    before = losses(root)[:last]
+    assert main(("train", "--resume", str(root), "--steps", str(last + 1))) == 0
+    assert losses(root)[:last] == before
+    assert len(losses(root)) == last + 1
+    assert not (root / "scratch").exists()
 
 
 def test_a_loss_that_is_not_finite_ends_the_run_and_leaves_the_checkpoint(

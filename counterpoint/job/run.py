@@ -6,9 +6,10 @@ import signal
 import time
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 from counterpoint.core import files
-from counterpoint.core.errors import CounterpointError
+from counterpoint.core.errors import CounterpointError, ExecutionError
 from counterpoint.job.config import Config
 from counterpoint.job.config_file import config_text
 from counterpoint.job.expected import expected_of
@@ -52,6 +53,7 @@ def _introduce(setup: Setup) -> None:
     rows = [("run folder", str(setup.folder.root)), ("config", stated(setup.config)), ("data", setup.data.about)]
     if setup.checkpoint is not None:
         rows += [("goes on", f"from {setup.checkpoint}"), ("changed", changes(setup.config, setup.folder) or "nothing")]
+    rows += [("next", "tracing the model, timing its layers and the disk, choosing a plan")]
     _say("\n".join(f"{name:<12}{text}" for name, text in rows))
 
 
@@ -120,7 +122,7 @@ def _run(setup: Setup, trainer: Trainer, quiet: bool) -> int | None:
                 log.write(metrics)
                 progress.step(metrics)
                 if _is_due(config.save_every, metrics.step) or metrics.step == config.steps or interruption.requested:
-                    _save(setup, trainer)
+                    progress.note(f"saved {_save(setup, trainer)}")
         except CounterpointError as error:
             raise _with_checkpoint(error, folder) from error
         if config.trace:
@@ -172,16 +174,17 @@ def _evaluate(setup: Setup, trainer: Trainer) -> float:
     return sum(trainer.evaluate(batch) for batch in batches) / count
 
 
-def _save(setup: Setup, trainer: Trainer) -> None:
+def _save(setup: Setup, trainer: Trainer) -> Path:
     target = setup.folder.checkpoint(trainer.step_count)
     target.parent.mkdir(parents=True, exist_ok=True)
     trainer.save(target, {DIGEST: setup.data.digest})
     setup.folder.remove_other_checkpoints(trainer.step_count, setup.config.keep)
+    return target
 
 
-def _with_checkpoint(error: CounterpointError, folder: RunFolder) -> CounterpointError:
+def _with_checkpoint(error: CounterpointError, folder: RunFolder) -> ExecutionError:
     last = folder.last_checkpoint()
-    return type(error)(f"{error}; " + (f"the last checkpoint is {last}" if last else "there is no checkpoint yet"))
+    return ExecutionError(f"{error}; " + (f"the last checkpoint is {last}" if last else "there is no checkpoint yet"))
 
 
 def _draw(setup: Setup, trainer: Trainer) -> None:
