@@ -113,6 +113,15 @@ def test_a_signal_ends_a_run_after_its_step(text: str, tmp_path: Path) -> None:
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir()] == [f"step-{done}"]
 
 
+def test_a_run_that_is_ended_before_its_first_step_leaves_nothing_behind(text: str, tmp_path: Path) -> None:
+    process = started("train", *SMALL, "--data", text, "--run", str(tmp_path / "run"))
+    wait_for(process, "next ")
+    process.terminate()
+    _, err = process.communicate(timeout=120)
+    assert (process.returncode, err) == (130, "")
+    assert list(tmp_path.iterdir()) == []
+
+
 def test_a_killed_run_goes_on_from_its_last_checkpoint(text: str, tmp_path: Path) -> None:
     root = tmp_path / "run"
     options = (*SMALL, "--data", text, "--run", str(root), "--microbatch", "2", "--decay", "constant")

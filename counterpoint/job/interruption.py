@@ -1,7 +1,8 @@
-"""Signals to stop -> a flag the loop looks at between two steps."""
+"""Signals to stop -> a flag the loop looks at between two steps, or an exception where there are no steps yet."""
 
 import signal
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import FrameType, TracebackType
 from typing import Any
 
@@ -34,3 +35,13 @@ class Interruption:
             raise KeyboardInterrupt
         self.number = number
         self._say(f"{signal.Signals(number).name}: finishing this step, then saving; once more to stop at once")
+
+
+@contextmanager
+def terminable() -> Iterator[None]:
+    """While entered, SIGTERM is a KeyboardInterrupt too, so that what was begun is put away."""
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

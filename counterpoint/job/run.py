@@ -14,7 +14,7 @@ from counterpoint.job.config import Config
 from counterpoint.job.config_file import config_text
 from counterpoint.job.expected import expected_of
 from counterpoint.job.folder import RunFolder, open_folder
-from counterpoint.job.interruption import Interruption
+from counterpoint.job.interruption import Interruption, terminable
 from counterpoint.job.metrics import Metrics, MetricsLog
 from counterpoint.job.optimizers import learning_rate_at, set_learning_rate
 from counterpoint.job.progress import Progress, choose_progress
@@ -32,7 +32,7 @@ def train(config: Config, *, quiet: bool = False, forecast_only: bool = False) -
     """Exit code: 0 at the end of the run, 128 + number of the signal that ended it before."""
     folder, checkpoint = open_folder(config)
     config = resolve(config, folder)
-    with _folder_of(folder), contextlib.ExitStack() as stack:
+    with terminable(), _folder_of(folder), contextlib.ExitStack() as stack:
         setup = set_up(config, folder, checkpoint, _say)
         stack.callback(setup.data.close)
         _introduce(setup)
