@@ -61,18 +61,21 @@ class Emitter:
         return Placed(tuple(self._write(runs, start, budget, homes)), start)
 
     def _runs(self, life: Life) -> Iterator[_Run]:
-        """Cut a life at its given-up gaps."""
+        """Cut a life at its given-up gaps and at the program's own drops."""
         times = [touch.time for touch in life.touches]
         cuts = [index for index in range(len(times)) if (life.buffer, index) in self.gaps]
         if life.buffer.kind == "constant":
             yield from self._constant_runs(life, times, cuts)
             return
-        begin = 0
-        for end in [*cuts, len(times) - 1]:
+        last = len(times) - 1
+        cuts += [index for index, touch in enumerate(life.touches) if touch.drops and index < last]
+        begin, born = 0, not life.born_at_home
+        for end in (*sorted(cuts), last):
             run = _Run(life, times[begin], times[end])
-            if begin or life.born_at_home:
+            if not born:
                 self._need_load(run, begin, times)
-            run.dropped = end < len(times) - 1 or not life.touches[-1].renamed
+            born = life.touches[end].drops
+            run.dropped = not born and (end < last or not life.touches[last].renamed)
             yield run
             begin = end + 1
 
@@ -104,12 +107,13 @@ class Emitter:
         previous = -count
         for run in runs:
             assert run.load_time is not None
-            offset = run.first - run.first % count
+            offset, size = run.first - run.first % count, run.life.size
+            room = budget - size
             time = run.load_time - offset
             limit = max(run.earliest - offset, previous, time - WINDOW)
-            while time > limit and levels[(time - 1) % count] + run.life.size <= budget:
+            while time > limit and levels[time - 1] <= room:
                 time -= 1
-                levels[time % count] += run.life.size
+                levels[time] += size
             previous = time
             run.load_time = time + offset
 
@@ -130,7 +134,7 @@ class Emitter:
         """Which writes are brought home: those read there by others, and those given up before the next write."""
         wanted, found = life.shared, []
         for index in range(len(life.touches) - 1, -1, -1):
-            wanted = wanted or (life.buffer, index) in self.gaps
+            wanted = not life.touches[index].drops and (wanted or (life.buffer, index) in self.gaps)
             found.append(wanted and life.touches[index].writes)
             if life.touches[index].writes:
                 wanted = False
@@ -158,7 +162,7 @@ class _Writer:
         self.loads: list[list[tuple[int, Buffer, int]]] = [[] for _ in range(count)]
         self.evicts: list[list[Buffer]] = [[] for _ in range(count)]
         self.drops: list[list[tuple[Buffer, int]]] = [[] for _ in range(count)]
-        self.births = [0] * count
+        self.births = [0] * count  # less what the program's own drops free
         self.free: dict[Buffer, int] = {}  # clean or dead
         self.leaving: dict[Buffer, int] = {}  # behind an evict
 
@@ -169,11 +173,13 @@ class _Writer:
             if run.load_time is not None:
                 position, buffer = at(life, run.load_time)
                 self.loads[position].append((run.first - run.load_time, buffer, life.size))
-            elif life.buffer.kind != "constant" and not life.touches[0].renamed:
+            elif life.buffer.kind != "constant" and not (life.touches[0].renamed and run.first == life.touches[0].time):
                 self.births[at(life, run.first)[0]] += life.size
+            position, buffer = at(life, run.last)
             if run.dropped:
-                position, buffer = at(life, run.last)
                 self.drops[position].append((buffer, life.size))
+            elif isinstance(self.emitter.tasks[position], Drop):
+                self.births[position] -= life.size
         for life in self.emitter.lives.values():
             for touch, home in zip(life.touches, self.emitter.homeward(life), strict=True):
                 if home:
@@ -187,7 +193,7 @@ class _Writer:
                 yield from self._room(size, buffer)
                 yield Load(buffer, self.homes.of(emitter.device, buffer))
                 self.held += size
-            yield from self._room(self.births[position] + emitter.workspace[position], None)
+            yield from self._room(max(self.births[position], 0) + emitter.workspace[position], None)
             yield task
             self.held += self.births[position]
             leaving = self.evicts[position]

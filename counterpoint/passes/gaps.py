@@ -1,5 +1,7 @@
 """Lives of a device's body into the needs and gaps that `passes/ladder.py` chooses among."""
 
+from itertools import pairwise
+
 from counterpoint.core.costs import Costs
 from counterpoint.core.program import Program, lane
 from counterpoint.core.task import Buffer
@@ -43,13 +45,13 @@ class _Builder:
             return
         if life.born_at_home:
             self._reserve(life, touches[0].time - self.before[touches[0].time % self.count], touches[0].time)
-        dirty = False
-        for index in range(len(touches) - 1):
-            if touches[index].writes:
+        dirty, last_write = False, max((i for i, touch in enumerate(touches) if touch.writes), default=-1)
+        for index, (touch, following) in enumerate(pairwise(touches)):
+            if touch.writes:
                 self.groups += 1
-                dirty = not life.shared
-            writes_out = touches[index].writes
-            self._gap(life, index, touches[index].time, touches[index + 1].time, dirty, writes_out)
+                dirty = not (life.shared and index == last_write)
+            if not touch.drops:
+                self._gap(life, index, touch.time, following.time, dirty, touch.writes)
         last = touches[-1]
         if life.shared and last.writes:
             self._reserve(life, last.time + 1, last.time + 1 + self.after[last.time % self.count])

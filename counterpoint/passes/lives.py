@@ -10,17 +10,21 @@ from dataclasses import dataclass, field
 from counterpoint.core.costs import Costs
 from counterpoint.core.outline import Outline
 from counterpoint.core.program import Program, reads, renames, writes
-from counterpoint.core.task import PER_MICROBATCH, Buffer, Evict, Load, Task, Update
+from counterpoint.core.task import PER_MICROBATCH, Buffer, Drop, Evict, Load, Task, Update
 
 
 @dataclass(slots=True)
 class Touch:
-    """One use of an instance, at its time; `renamed` if it takes over (first) or hands on (last) memory in place."""
+    """One use of an instance, at its time; `renamed` if it takes over (first) or hands on (last) memory in place.
+
+    `drops` if it is a drop of the program's own: the instance is gone until a later touch writes it anew.
+    """
 
     time: int
     reads: bool = False
     writes: bool = False
     renamed: bool = False
+    drops: bool = False
 
 
 @dataclass(slots=True)
@@ -70,6 +74,8 @@ def collect(program: Program, device: int, costs: Costs) -> dict[Buffer, Life]:
             _touch(found, buffer, position, length, m).reads = True
         for buffer in device_writes(task, program.outline):
             _touch(found, buffer, position, length, m).writes = True
+        if isinstance(task, Drop):
+            _touch(found, task.buffer, position, length, m).drops = True
         for old, new in renames(task, program.outline):
             _touch(found, old, position, length, m).renamed = True
             _touch(found, new, position, length, m).renamed = True

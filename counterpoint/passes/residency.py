@@ -7,7 +7,7 @@ from counterpoint.core.costs import Costs
 from counterpoint.core.errors import BudgetError
 from counterpoint.core.homes import Homes
 from counterpoint.core.program import DeviceProgram, Program, renames, unroll
-from counterpoint.core.task import Buffer, Task, shift, shift_buffer
+from counterpoint.core.task import Backward, Buffer, Forward, Task, shift, shift_buffer
 from counterpoint.core.units import format_bytes
 from counterpoint.passes.emit import Emitter, Placed
 from counterpoint.passes.gaps import body_of
@@ -57,11 +57,9 @@ def place(
 
 def smallest_budgets(program: Program, costs: Costs) -> tuple[int, ...]:
     """The least memory of each device with which any placement exists: the needs of its most demanding task."""
-    found = []
-    for part in program.devices:
-        needs = (_need(task, program, costs) for task in (*part.prologue, *part.body, *part.epilogue))
-        found.append(max(needs, default=0))
-    return tuple(found)
+    needs = _Needs(program, costs)
+    parts = ((*part.prologue, *part.body, *part.epilogue) for part in program.devices)
+    return tuple(max(map(needs.of, tasks), default=0) for tasks in parts)
 
 
 def refuse_small_budgets(program: Program, costs: Costs, budgets: Sequence[int]) -> None:
@@ -75,11 +73,30 @@ def refuse_small_budgets(program: Program, costs: Costs, budgets: Sequence[int])
         raise BudgetError("\n".join(short))
 
 
-def _need(task: Task, program: Program, costs: Costs) -> int:
-    touched = dict.fromkeys((*device_reads(task, program.outline), *device_writes(task, program.outline)))
-    for _, new in renames(task, program.outline):
-        touched.pop(new, None)
-    return sum(costs.buffer_bytes(buffer) for buffer in touched) + costs.workspace_bytes(task)
+class _Needs:
+    """Memory that tasks need at once, remembered per pack: it does not depend on the microbatch."""
+
+    def __init__(self, program: Program, costs: Costs) -> None:
+        self.outline, self.costs = program.outline, costs
+        self.known: dict[tuple[object, ...], int] = {}
+
+    def of(self, task: Task) -> int:
+        match task:
+            case Forward(first, last, _, _, saves, stashes, count):
+                key: tuple[object, ...] = (first, last, saves, stashes, count)
+            case Backward(first, last, _, _, _, recompute, count):
+                key = (first, last, recompute, count)
+            case _:
+                return self._count(task)
+        if key not in self.known:
+            self.known[key] = self._count(task)
+        return self.known[key]
+
+    def _count(self, task: Task) -> int:
+        touched = dict.fromkeys((*device_reads(task, self.outline), *device_writes(task, self.outline)))
+        for _, new in renames(task, self.outline):
+            touched.pop(new, None)
+        return sum(map(self.costs.buffer_bytes, touched)) + self.costs.workspace_bytes(task)
 
 
 class _DevicePlacer:
@@ -171,9 +188,11 @@ class _DevicePlacer:
         return [buffer for buffer in touched if buffer not in start and self._born_before(buffer)]
 
     def _born_before(self, buffer: Buffer) -> bool:
+        """Whether bodies before the epilogue make a buffer and do not drop it themselves."""
         base, ahead = canonical(buffer, self.m)
         life = self.lives.get(base)
-        return life is not None and life.touches[0].time + ahead * len(self.part.body) < 0
+        before = [touch for touch in life.touches if touch.time + ahead * len(self.part.body) < 0] if life else []
+        return bool(before) and not before[-1].drops
 
     def _is_shared(self, buffer: Buffer) -> bool:
         life = self.lives.get(canonical(buffer, self.m)[0])
@@ -182,7 +201,8 @@ class _DevicePlacer:
     def _with_ends(self, placed: Placed, look_ahead: bool, writes_clean: bool = False) -> DeviceProgram:
         """The prologue ends with what the body begins with; the epilogue begins so and leaves everything at home."""
         last = self.program.epilogue_steps
-        walk = self._walk(list(unroll(self.program, self.device, last + 2)), last + 2, look_ahead, writes_clean)
+        tasks = list(unroll(self.program, self.device, last + 2)) if self.part.prologue else []
+        walk = self._walk(tasks, last + 2, look_ahead, writes_clean)
         for index, task in enumerate(self.part.prologue):
             walk.run(index, task)
         walk.settle(placed.start)

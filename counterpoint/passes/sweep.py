@@ -17,7 +17,8 @@ def sweep(body: Body, budget: int) -> None:
 
 
 class _Sweep:
-    """Goes through the positions once; what covers a position and may be given up waits in a heap per size and cost.
+    """Goes through the positions once; what covers a position and may be given up waits in a heap per size and cost,
+    what is needed last on top.
 
     `change` is how what is held differs from the position before.
     """
@@ -70,7 +71,7 @@ class _Sweep:
 
     def _push(self, last: int, number: int) -> None:
         gap = self.body.gaps[number]
-        key = (gap.size, gap.dirty and gap.group not in self.written)
+        key = (_bucket(gap.size), gap.dirty and gap.group not in self.written)
         heap = self.heaps.get(key)
         if heap is None:
             heap = self.heaps[key] = []
@@ -94,10 +95,11 @@ class _Sweep:
         """The furthest next use per byte moved, counting only the room that is wanted."""
         wanted = self.held - self.budget
         best_score, best = 0.0, -1
-        for size, dirty in tuple(self.keys):
-            top = self._top(dirty, self.heaps[size, dirty], position)
+        for key in tuple(self.keys):
+            top = self._top(key[1], self.heaps[key], position)
             if top is not None:
-                score = min(size, wanted) * (top[0] - position) / (size * (2 if dirty else 1))
+                size = self.body.gaps[top[1]].size
+                score = min(size, wanted) * (top[0] - position) / (size * (2 if key[1] else 1))
                 if (score, top[1]) > (best_score, best):
                     best_score, best = score, top[1]
         return best
@@ -131,3 +133,9 @@ class _Sweep:
             else:
                 self.change[piece_start] -= size
             self.change[piece_stop] += size
+
+
+def _bucket(size: int) -> int:
+    """Sizes to three binary digits: those of one heap differ little, and there are few heaps."""
+    digits = max(size.bit_length() - 3, 0)
+    return size >> digits << digits

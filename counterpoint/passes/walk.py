@@ -41,6 +41,9 @@ class Walk:
             self.held += self.costs.buffer_bytes(buffer)
 
     def run(self, index: int, task: Task) -> None:
+        if isinstance(task, Drop):
+            self._drop(task.buffer)
+            return
         read, written = device_reads(task, self.outline), device_writes(task, self.outline)
         for buffer in home_reads(task, self.outline):
             if buffer in self.resident:
@@ -104,6 +107,12 @@ class Walk:
         del self.resident[buffer]
         self.held -= self.costs.buffer_bytes(buffer)
         self.out.append(Drop(buffer))
+
+    def _drop(self, buffer: Buffer) -> None:
+        """A drop of the program's own: nobody wants the buffer again before it is written anew."""
+        self.away.discard(buffer)
+        if buffer in self.resident:
+            self._leave(buffer, forget=True)
 
     def settle(self, target: dict[Buffer, bool]) -> None:
         """End with exactly `target` resident, and at home too where it says so (True)."""

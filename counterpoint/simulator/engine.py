@@ -181,15 +181,24 @@ class _Engine:
         """The task that was waited for. A drop passes on what it waited for itself, and so does a transfer that
         began only after the better part of the wait."""
         blocker, run = self.blockers[index], self.run
-        begin = max((self.ends[p] for p in run.predecessors[index] if run.lanes[p] == run.lanes[index]), default=0)
-        while blocker >= 0 and self.blockers[blocker] >= 0:
-            late = self.starts[blocker] - begin > self.ends[blocker] - self.starts[blocker]
-            before = self.blockers[blocker]
-            passes_on = late and run.lanes[before] != run.lanes[blocker] and run.lanes[blocker] != "compute"
-            if not (isinstance(run.tasks[blocker], Drop) or passes_on):
-                break
+        if blocker < 0 or run.lanes[blocker] == run.lanes[index]:
+            return None
+        begin = -1
+        while (before := self.blockers[blocker]) >= 0:
+            name = run.lanes[blocker]
+            if name != "drop":
+                if name == "compute" or run.lanes[before] == name:
+                    break
+                begin = begin if begin >= 0 else self._lane_free(index)
+                if self.starts[blocker] - begin <= self.ends[blocker] - self.starts[blocker]:
+                    break
             blocker = before
-        return run.tasks[blocker] if blocker >= 0 else None
+        return run.tasks[blocker]
+
+    def _lane_free(self, index: int) -> int:
+        """When the lane of a task had nothing left to do before it."""
+        run = self.run
+        return max((self.ends[p] for p in run.predecessors[index] if run.lanes[p] == run.lanes[index]), default=0)
 
 
 def _steps(program: Program, steps: int) -> list[int]:
