@@ -14,7 +14,7 @@ $(STAMP): pyproject.toml constraints.txt
 
 demo: $(STAMP)
 	rm -rf runs/demo
-	$(VENV)/bin/counterpoint train --run runs/demo --model gpt2-bytes --memory 768MiB --steps 16 \
+	$(VENV)/bin/counterpoint train --run runs/demo --model gpt2-bytes --memory 768MiB --steps 20 \
 	  --minibatch 8 --sequence-length 32 --learning-rate 1.5e-4 --warmup 12 --decay constant
 
 test: $(STAMP) check
