@@ -107,13 +107,13 @@ class Emitter:
         previous = -count
         for run in runs:
             assert run.load_time is not None
-            offset, size = run.first - run.first % count, run.life.size
-            room = budget - size
+            offset = run.first - run.first % count
             time = run.load_time - offset
             limit = max(run.earliest - offset, previous, time - WINDOW)
-            while time > limit and levels[time - 1] <= room:
-                time -= 1
-                levels[time] += size
+            if time > 0 and limit < time:
+                time = _hoisted(levels, max(limit, 0), time, run.life.size, budget)
+            if limit < time <= 0:
+                time = _hoisted(levels, limit + count, time + count, run.life.size, budget) - count
             previous = time
             run.load_time = time + offset
 
@@ -214,6 +214,16 @@ class _Writer:
                 yield Drop(buffer)
         if self.held + size > self.budget:
             raise ProgramError(f"residency lost count: {self.held + size} bytes planned into {self.budget}")
+
+
+def _hoisted(levels: list[int], first: int, last: int, size: int, budget: int) -> int:
+    """The earliest position not before `first` from which on `size` fits up to `last`; takes the room."""
+    room, found = levels[first:last], first
+    if max(room) + size > budget:
+        found = last - next(index for index, level in enumerate(reversed(room)) if level + size > budget)
+        room = room[found - first :]
+    levels[found:last] = [level + size for level in room]
+    return found
 
 
 def _tail(gap: Gap) -> int:

@@ -3,6 +3,7 @@
 from collections import defaultdict
 from collections.abc import Sequence
 
+from counterpoint.core.collector import collector_paused
 from counterpoint.core.costs import Costs
 from counterpoint.core.errors import BudgetError
 from counterpoint.core.homes import Homes
@@ -40,18 +41,15 @@ def place(
         raise ValueError(f"unknown residency policy {policy!r}; known are {', '.join(POLICIES)}")
     if len(budgets) != len(program.devices):
         raise ValueError(f"{len(program.devices)} devices need as many budgets, not {len(budgets)}")
-    lives = [collect(program, device, costs) for device in range(len(program.devices))]
-    mark_shared(program, lives)
     refuse_small_budgets(program, costs, budgets)
-    placers = [
-        _DevicePlacer(program, device, costs, budgets[device], homes, lives[device]) for device in range(len(lives))
-    ]
-    parts = []
-    for placer in placers:
+    with collector_paused():
+        lives = [collect(program, device, costs) for device in range(len(program.devices))]
+        mark_shared(program, lives)
+        placers = [_DevicePlacer(program, d, costs, budgets[d], homes, lives[d]) for d in range(len(lives))]
         if policy == "planned":
-            parts.append(placer.planned(pinned, ahead, quick))
+            parts = [placer.planned(pinned, ahead, quick) for placer in placers]
         else:
-            parts.append(placer.on_demand(writes_clean))
+            parts = [placer.on_demand(writes_clean) for placer in placers]
     return Program(program.outline, program.num_microbatches, tuple(parts), program.epilogue_steps, tuple(budgets))
 
 

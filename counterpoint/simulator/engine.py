@@ -2,12 +2,13 @@
 
 import heapq
 
+from counterpoint.core.collector import collector_paused
 from counterpoint.core.costs import Costs
 from counterpoint.core.edges import Run, unrolled
 from counterpoint.core.errors import ProgramError
 from counterpoint.core.machine import Machine
 from counterpoint.core.program import Program
-from counterpoint.core.task import AllReduce, Buffer, Clip, Drop, Evict, Load, Receive, Send, Task
+from counterpoint.core.task import AllReduce, Clip, Drop, Evict, Load, Receive, Send, Task
 from counterpoint.core.timeline import Span, Timeline
 from counterpoint.simulator.memory import tier_memory
 from counterpoint.simulator.network import Network
@@ -19,6 +20,11 @@ def simulate(program: Program, costs: Costs, machine: Machine, steps: int = 4) -
         raise ValueError(
             f"the program needs {len(program.devices)} devices, {machine.name!r} has {len(machine.devices)}"
         )
+    with collector_paused():
+        return _simulate(program, costs, machine, steps)
+
+
+def _simulate(program: Program, costs: Costs, machine: Machine, steps: int) -> Timeline:
     run = unrolled(program, steps)
     engine = _Engine(run, costs, machine)
     engine.go()
@@ -48,23 +54,26 @@ class _Engine:
             for other in before:
                 self.successors[other].append(index)
         self.absent = [len(group) for group in run.meetings]
-        self.flows_left: dict[int, int] = {}
+        self.flows_left: dict[int, tuple[int, int]] = {}
         self.events: list[tuple[int, int]] = []
         self.moves: list[tuple[int, tuple[str, ...], int]] = []
-        self.paths: dict[tuple[int, str, str], tuple[str, ...]] = {}
+        self.home_paths: dict[tuple[int, str, bool], tuple[str, ...]] = {}
+        self.peer_paths: dict[tuple[int, int], tuple[str, ...]] = {}
         self.done = 0
 
     def go(self) -> None:
         for index, missing in enumerate(self.missing):
             if not missing:
                 self._ready(index, 0)
+        now = 0
         while True:
-            flow_end = self.network.next_end_ns()
+            flow_end = self.network.next_end_ns(now) if not self.events or self.events[0][0] > now else None
             if self.events and (flow_end is None or self.events[0][0] <= flow_end):
                 now, index = heapq.heappop(self.events)
                 self._end(index, now)
             elif flow_end is not None:
-                self._flow_ended(self.network.finish(flow_end), flow_end)
+                now = flow_end
+                self._arrive(self.moves[self.network.finish()][0], now)
             else:
                 break
         if self.done < len(self.run.tasks):
@@ -93,69 +102,62 @@ class _Engine:
         task, device = self.run.tasks[index], self.run.devices[index]
         match task:
             case Load(buffer, tier) | Evict(buffer, tier):
-                self._move(index, buffer, device, "load" if isinstance(task, Load) else "evict", tier, now)
+                path = self._home_path(device, tier, isinstance(task, Load))
+                self._move(index, [path], self.costs.buffer_bytes(buffer), self.network.latency_ns(path), now)
             case Drop():
                 heapq.heappush(self.events, (now, index))
             case _:
                 speed = self.machine.devices[device].speed_percent
                 heapq.heappush(self.events, (now + self.costs.duration_ns(task, speed), index))
 
-    def _move(self, index: int, buffer: Buffer, device: int, way: str, tier: str, now: int) -> None:
-        key = (device, way, tier)
-        if key not in self.paths:
-            home = self.machine.home(device, tier)
-            self.paths[key] = home.load if way == "load" else home.evict
-        self.flows_left[index] = 1
-        self._flow(index, self.paths[key], self.costs.buffer_bytes(buffer), now)
-
     def _meet(self, members: list[int], now: int) -> None:
-        """All sides are there: move the bytes; a collective is a ring around its peers."""
+        """All sides are there: move the bytes; a collective is a ring around its peers, twice."""
         for index in members:
             self.starts[index] = now
-        task = self.run.tasks[members[0]]
+        first, devices = members[0], self.run.devices
+        task = self.run.tasks[first]
         match task:
-            case Send(buffer, _) | Receive(buffer, _):
-                sender = next(i for i in members if isinstance(self.run.tasks[i], Send))
-                receiver = next(i for i in members if i != sender)
-                path = self.machine.path(self.run.devices[sender], self.run.devices[receiver])
-                self.flows_left[members[0]] = 1
-                self._flow(members[0], path, self.costs.buffer_bytes(buffer), now)
+            case Send(buffer, peer):
+                path = self._peer_path(devices[first], peer)
+                self._move(first, [path], self.costs.buffer_bytes(buffer), self.network.latency_ns(path), now)
+            case Receive(buffer, peer):
+                path = self._peer_path(peer, devices[first])
+                self._move(first, [path], self.costs.buffer_bytes(buffer), self.network.latency_ns(path), now)
             case AllReduce(peers=peers) | Clip(peers=peers):
-                size = -(-2 * (len(peers) - 1) * self.costs.reduced_bytes(task) // len(peers))
-                self.flows_left[members[0]] = len(peers)
-                for peer, following in zip(peers, peers[1:] + peers[:1], strict=True):
-                    path = self.machine.path(peer, following) if peer != following else ()
-                    self._flow(members[0], path, size, now)
+                rounds = 2 * (len(peers) - 1)
+                ring = [self._peer_path(a, b) for a, b in zip(peers, peers[1:] + peers[:1], strict=True) if a != b]
+                size = -(-rounds * self.costs.reduced_bytes(task) // len(peers))
+                latency = rounds * max(map(self.network.latency_ns, ring), default=0)
+                self._move(first, ring or [()], size, latency, now)
 
-    def _flow(self, owner: int, path: tuple[str, ...], size: int, now: int) -> None:
-        key = len(self.moves)
-        self.moves.append((owner, path, size))
-        if path and size:
-            self.network.add(key, path, size, now)
-        else:
-            self._flow_ended(key, now)
+    def _home_path(self, device: int, tier: str, loads: bool) -> tuple[str, ...]:
+        key = (device, tier, loads)
+        if key not in self.home_paths:
+            home = self.machine.home(device, tier)
+            self.home_paths[key] = home.load if loads else home.evict
+        return self.home_paths[key]
 
-    def _flow_ended(self, key: int, now: int) -> None:
-        owner = self.moves[key][0]
-        self.flows_left[owner] -= 1
-        if not self.flows_left[owner]:
-            heapq.heappush(self.events, (now + self._latency(owner), owner))
+    def _peer_path(self, sender: int, receiver: int) -> tuple[str, ...]:
+        key = (sender, receiver)
+        if key not in self.peer_paths:
+            self.peer_paths[key] = self.machine.path(sender, receiver)
+        return self.peer_paths[key]
 
-    def _latency(self, owner: int) -> int:
-        task, device = self.run.tasks[owner], self.run.devices[owner]
-        match task:
-            case Send(_, peer):
-                return self.network.latency_ns(self.machine.path(device, peer))
-            case Receive(_, peer):
-                return self.network.latency_ns(self.machine.path(peer, device))
-            case Load(_, tier):
-                return self.network.latency_ns(self.paths[device, "load", tier])
-            case Evict(_, tier):
-                return self.network.latency_ns(self.paths[device, "evict", tier])
-            case AllReduce(peers=peers) | Clip(peers=peers) if len(peers) > 1:
-                return 2 * (len(peers) - 1) * self.network.latency_ns(self.machine.path(peers[0], peers[1]))
-            case _:
-                return 0
+    def _move(self, owner: int, paths: list[tuple[str, ...]], size: int, latency: int, now: int) -> None:
+        """So many bytes over each path at once; the task ends when the last has arrived."""
+        self.flows_left[owner] = (len(paths), latency)
+        for path in paths:
+            self.moves.append((owner, path, size))
+            if path and size:
+                self.network.add(len(self.moves) - 1, path, size, now)
+            else:
+                self._arrive(owner, now)
+
+    def _arrive(self, owner: int, now: int) -> None:
+        left, latency = self.flows_left[owner]
+        self.flows_left[owner] = (left - 1, latency)
+        if left == 1:
+            heapq.heappush(self.events, (now + latency, owner))
 
     def _end(self, index: int, now: int) -> None:
         group = self.run.meeting[index]

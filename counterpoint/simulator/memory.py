@@ -1,5 +1,6 @@
 """Starts and ends of tasks into the bytes that each tier holds over time."""
 
+from collections import defaultdict
 from collections.abc import Iterator
 
 from counterpoint.core.costs import Costs
@@ -21,9 +22,9 @@ def tier_memory(
     for device in range(len(program.devices)):
         changes = _device_changes(program, run, costs, device, starts, ends)
         points += _curve(f"device {device}", 0, sorted(changes))
+    homes = _Homes(run, costs, starts, ends)
     for tier in machine.tiers:
-        changes = _home_changes(run, costs, tier.name, starts, ends)
-        points += _curve(tier.name, _permanent_bytes(run, costs, tier.name), sorted(changes))
+        points += _curve(tier.name, homes.permanent_bytes(tier.name), sorted(homes.changes[tier.name]))
     return tuple(points)
 
 
@@ -39,25 +40,25 @@ def _device_changes(
             yield ends[index], -workspace - freed
 
 
-def _home_changes(run: Run, costs: Costs, tier: str, starts: list[int], ends: list[int]) -> Iterator[Change]:
-    """What comes home only for a while: activations and gradients, from their evict to their load."""
-    for index, task in enumerate(run.tasks):
-        match task:
-            case Evict(buffer, name) if name == tier and buffer.kind in _RETURNING:
-                yield starts[index], costs.buffer_bytes(buffer)
-            case Load(buffer, name) if name == tier and buffer.kind in _RETURNING:
-                yield ends[index], -costs.buffer_bytes(buffer)
-            case _:
-                pass
+class _Homes:
+    """What comes home for a while (activations and gradients, from evict to load), and what lives there, by tier."""
 
+    def __init__(self, run: Run, costs: Costs, starts: list[int], ends: list[int]) -> None:
+        self.changes: defaultdict[str, list[Change]] = defaultdict(list)
+        self.permanent: defaultdict[str, dict[tuple[str, int], int]] = defaultdict(dict)
+        for index, task in enumerate(run.tasks):
+            if isinstance(task, (Load, Evict)):
+                size, kind = costs.buffer_bytes(task.buffer), task.buffer.kind
+                if kind not in _RETURNING:
+                    self.permanent[task.tier][kind, task.buffer.owner] = size
+                elif isinstance(task, Evict):
+                    self.changes[task.tier].append((starts[index], size))
+                else:
+                    self.changes[task.tier].append((ends[index], -size))
 
-def _permanent_bytes(run: Run, costs: Costs, tier: str) -> int:
-    """Weights, states and constants that live in this tier, each counted once."""
-    owners: dict[tuple[str, int], int] = {}
-    for task in run.tasks:
-        if isinstance(task, (Load, Evict)) and task.tier == tier and task.buffer.kind not in _RETURNING:
-            owners[task.buffer.kind, task.buffer.owner] = costs.buffer_bytes(task.buffer)
-    return sum(owners.values())
+    def permanent_bytes(self, tier: str) -> int:
+        """Weights, states and constants, each counted once."""
+        return sum(self.permanent[tier].values())
 
 
 def _curve(tier: str, held: int, changes: list[Change]) -> Iterator[MemoryPoint]:

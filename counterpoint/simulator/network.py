@@ -1,40 +1,65 @@
 """Transfers under way into when they end: links are shared fairly (max-min), in whole nanoseconds."""
 
 import heapq
-from collections import defaultdict
 from dataclasses import dataclass
 
-from counterpoint.core.machine import Link, Machine
+from counterpoint.core.machine import Machine
 
 SECOND = 10**9
 
 
 @dataclass(slots=True)
 class _Flow:
-    path: tuple[str, ...]
+    """`stamp` counts the changes of its rate: an expected end with an older one no longer holds."""
+
+    links: tuple[int, ...]
     remaining: int  # bytes times nanoseconds per second
+    since_ns: int
     rate: int = 0  # bytes per second
-    since_ns: int = 0
     stamp: int = 0
 
 
 class Network:
-    """Active transfers. Whoever drives it asks when the next one ends, and takes it off then."""
+    """Active transfers. Whoever drives it asks when the next one ends, and takes it off then.
+
+    Rates are shared out anew when that is asked: transfers that begin or end at one moment cost one sharing.
+    """
 
     def __init__(self, machine: Machine) -> None:
-        self.links: dict[str, Link] = {link.name: link for link in machine.links}
-        self.order = {link.name: position for position, link in enumerate(machine.links)}
+        self.speeds = [link.bytes_per_s for link in machine.links]
+        self.indices = {link.name: index for index, link in enumerate(machine.links)}
+        self.latencies = {link.name: link.latency_ns for link in machine.links}
         self.flows: dict[int, _Flow] = {}
-        self.on_link: defaultdict[str, dict[int, None]] = defaultdict(dict)
+        self.on_link: list[dict[int, None]] = [{} for _ in machine.links]
+        self.changed: dict[int, None] = {}
         self.ends: list[tuple[int, int, int]] = []
 
     def add(self, key: int, path: tuple[str, ...], size: int, now_ns: int) -> None:
-        self.flows[key] = _Flow(path, size * SECOND, since_ns=now_ns)
-        for name in path:
-            self.on_link[name][key] = None
-        self._share(key, now_ns)
+        links = tuple(dict.fromkeys(self.indices[name] for name in path))
+        self.flows[key] = _Flow(links, size * SECOND, now_ns)
+        for link in links:
+            self.on_link[link][key] = None
+            self.changed[link] = None
 
-    def next_end_ns(self) -> int | None:
+    def next_end_ns(self, now_ns: int) -> int | None:
+        end = self._first_end()
+        if self.changed and (end is None or end > now_ns):
+            self._assign(self._touched(), now_ns)
+            end = self._first_end()
+        return end
+
+    def finish(self) -> int:
+        """Take off the transfer that ends next."""
+        key = heapq.heappop(self.ends)[1]
+        for link in self.flows.pop(key).links:
+            del self.on_link[link][key]
+            self.changed[link] = None
+        return key
+
+    def latency_ns(self, path: tuple[str, ...]) -> int:
+        return sum(self.latencies[name] for name in path)
+
+    def _first_end(self) -> int | None:
         while self.ends:
             end, key, stamp = self.ends[0]
             flow = self.flows.get(key)
@@ -43,66 +68,39 @@ class Network:
             heapq.heappop(self.ends)
         return None
 
-    def finish(self, now_ns: int) -> int:
-        """Take off the transfer that ends now."""
-        key = heapq.heappop(self.ends)[1]
-        neighbours = self._neighbours(key)
-        flow = self.flows.pop(key)
-        for name in flow.path:
-            del self.on_link[name][key]
-        neighbours.pop(key)
-        if neighbours:
-            self._assign(neighbours, now_ns)
-        return key
-
-    def latency_ns(self, path: tuple[str, ...]) -> int:
-        return sum(self.links[name].latency_ns for name in path)
-
-    def _share(self, key: int, now_ns: int) -> None:
-        flow = self.flows[key]
-        if all(len(self.on_link[name]) == 1 for name in flow.path):
-            self._set(key, min(self.links[name].bytes_per_s for name in flow.path), now_ns)
-        else:
-            self._assign(self._neighbours(key), now_ns)
-
-    def _neighbours(self, key: int) -> dict[int, None]:
-        """All transfers that share links with this one, directly or through others."""
-        found, stack = {key: None}, [key]
+    def _touched(self) -> dict[int, int]:
+        """Links in use whose transfers share links with changed ones, directly or through others; how many on each."""
+        found: dict[int, int] = {}
+        stack, self.changed = list(self.changed), {}
         while stack:
-            for name in self.flows[stack.pop()].path:
-                for other in self.on_link[name]:
-                    if other not in found:
-                        found[other] = None
-                        stack.append(other)
+            link = stack.pop()
+            if link not in found and self.on_link[link]:
+                found[link] = len(self.on_link[link])
+                for key in self.on_link[link]:
+                    stack += [other for other in self.flows[key].links if other not in found]
         return found
 
-    def _assign(self, keys: dict[int, None], now_ns: int) -> None:
+    def _assign(self, waiting: dict[int, int], now_ns: int) -> None:
         """Max-min fairness: fill the tightest link first, share it equally, go on with the rest."""
-        names = dict.fromkeys(name for key in keys for name in self.flows[key].path)
-        capacity = {name: self.links[name].bytes_per_s for name in names}
-        waiting = {name: len(self.on_link[name]) for name in names}
-        fixed: dict[int, int] = {}
-        while len(fixed) < len(keys):
-            tightest = min(
-                (name for name in names if waiting[name]),
-                key=lambda name: (capacity[name] // waiting[name], self.order[name]),
-            )
-            share = max(1, capacity[tightest] // waiting[tightest])
+        capacity = {link: self.speeds[link] for link in waiting}
+        fixed: set[int] = set()
+        while waiting:
+            least, tightest = min((capacity[link] // count, link) for link, count in waiting.items())
+            share = max(1, least)
             for key in self.on_link[tightest]:
                 if key in fixed:
                     continue
-                fixed[key] = share
-                for name in self.flows[key].path:
-                    capacity[name] = max(0, capacity[name] - share)
-                    waiting[name] -= 1
-        for key, rate in fixed.items():
-            self._set(key, rate, now_ns)
+                fixed.add(key)
+                self._set(self.flows[key], key, share, now_ns)
+                for link in self.flows[key].links:
+                    capacity[link] = max(0, capacity[link] - share)
+                    waiting[link] -= 1
+                    if not waiting[link]:
+                        del waiting[link]
 
-    def _set(self, key: int, rate: int, now_ns: int) -> None:
-        flow = self.flows[key]
+    def _set(self, flow: _Flow, key: int, rate: int, now_ns: int) -> None:
         if flow.rate == rate:
             return
         flow.remaining = max(0, flow.remaining - flow.rate * (now_ns - flow.since_ns))
         flow.since_ns, flow.rate, flow.stamp = now_ns, rate, flow.stamp + 1
-        end = now_ns - (-flow.remaining // rate)
-        heapq.heappush(self.ends, (end, key, flow.stamp))
+        heapq.heappush(self.ends, (now_ns - (-flow.remaining // rate), key, flow.stamp))

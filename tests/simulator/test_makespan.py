@@ -73,9 +73,9 @@ def ends(links: tuple[Link, ...], flows: list[tuple[tuple[str, ...], int]]) -> l
     network = Network(Machine("wires", (Device("device", 1),), links))
     for key, (path, size) in enumerate(flows):
         network.add(key, path, size, 0)
-    found = [0] * len(flows)
-    while (now := network.next_end_ns()) is not None:
-        found[network.finish(now)] = now
+    found, now = [0] * len(flows), 0
+    while (end := network.next_end_ns(now)) is not None:
+        found[network.finish()] = now = end
     return found
 
 
