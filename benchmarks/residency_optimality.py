@@ -100,7 +100,7 @@ def _plan(rng: random.Random, schedule: str, num_layers: int) -> Plan:
         (policy,) * len(packs),
         len(stages) if stages else 2 if schedule == "harmony_pp" else 1,
         stages=stages,
-        host_update=rng.random() < 0.3,
+        host_layers=tuple(range(num_layers)) if rng.random() < 0.3 else (),
     )
 
 

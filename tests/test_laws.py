@@ -123,7 +123,7 @@ def plans(draw: st.DrawFn, count: int, schedules: Sequence[str]) -> Plan:
         stages,
         group,
         group,
-        draw(st.booleans()),
+        tuple(sorted(draw(st.sets(st.integers(0, count - 1))))),
         draw(st.booleans()),
         draw(st.booleans()),
     )

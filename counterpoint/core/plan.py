@@ -27,7 +27,8 @@ class Plan:
     `forward_group` of them as one batch, a backward `backward_group`. `forward_packs` may stop short of the last
     backward pack, which then runs forward and backward in one task (fused). `activations` is the policy of each
     backward pack. `stages` are the layers of each pipeline position, for schedules that have positions. With
-    `shard_updates` one replica updates a layer for all and the others load the result.
+    `shard_updates` one replica updates a layer for all and the others load the result. `host_layers` are updated at
+    home, where their optimizer state stays.
     """
 
     schedule: str
@@ -41,7 +42,7 @@ class Plan:
     stages: tuple[Pack, ...] = ()
     forward_group: int = 1
     backward_group: int = 1
-    host_update: bool = False
+    host_layers: tuple[int, ...] = ()
     clipping: bool = False
     shard_updates: bool = False
     residency: str = "planned"
@@ -88,6 +89,7 @@ def _problems(plan: Plan) -> Iterator[str]:
         yield "there must be at least one backward pack"
         return
     yield from _pack_problems(plan)
+    yield from _host_problems(plan)
     yield from _group_problems(plan)
     yield from _stage_problems(plan)
 
@@ -107,6 +109,12 @@ def _pack_problems(plan: Plan) -> Iterator[str]:
         crosses = any(end in ends for end in range(pack.first, pack.last))
         if policy != "recompute" and crosses:
             yield f"pack {pack.first}-{pack.last} keeps what autograd saves, so it cannot cross a forward pack's end"
+
+
+def _host_problems(plan: Plan) -> Iterator[str]:
+    strangers = [layer for layer in plan.host_layers if not 0 <= layer < plan.num_layers]
+    if strangers:
+        yield f"host layers {', '.join(map(str, strangers))} are not among the {plan.num_layers} layers"
 
 
 def _group_problems(plan: Plan) -> Iterator[str]:

@@ -109,7 +109,7 @@ class _Draft:
             num_devices=self.num_positions * self.replicas,
             num_replicas=self.replicas,
             stages=stages,
-            host_update=self.wishes.host_update,
+            host_layers=tuple(range(len(self.profile.layers))) if self.wishes.host_update else (),
             clipping=self.wishes.clipping,
             residency=self.wishes.residency,
         )

@@ -69,11 +69,19 @@ def _cut(plan: Plan) -> str:
     return ", ".join(parts)
 
 
+def _updated(plan: Plan) -> str:
+    if not plan.host_layers:
+        return "device"
+    if len(plan.host_layers) == plan.num_layers:
+        return "host"
+    return f"device, of {len(plan.host_layers)} layers on the host"
+
+
 def _memory(plan: Plan) -> str:
     return ", ".join(
         (
             "activations " + "/".join(dict.fromkeys(plan.activations)),
-            f"optimizer on the {'host' if plan.host_update else 'device'}{' with clipping' * plan.clipping}",
+            f"optimizer on the {_updated(plan)}{' with clipping' * plan.clipping}",
             {"planned": "planned residency", "lru": "lru on demand", "none": "no swapping"}[plan.residency],
         )
     )

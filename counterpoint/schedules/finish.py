@@ -68,8 +68,8 @@ def _update_pack(place: Place, pack: Backward) -> list[Task]:
 
 
 def _update(place: Place, first: int, last: int, step: int) -> Update:
-    plan = place.plan
-    return Update(first, last, step, host=plan.host_update, clipped=plan.clipping, keeps_old=place.delay > 0)
+    plan, host = place.plan, _on_host(place, first)
+    return Update(first, last, step, host=host, clipped=plan.clipping, keeps_old=place.delay > 0)
 
 
 def _has_duty(place: Place, span: tuple[int, int]) -> bool:
@@ -86,13 +86,20 @@ def _packs(place: Place, step: int) -> list[Backward]:
 
 
 def _spans(place: Place, pack: Backward) -> list[tuple[int, int]]:
-    """The pack's layers without those that are reduced on their own, in runs; runs without weights are left out."""
+    """The pack's layers without those that are reduced on their own, in runs that are updated in one place.
+
+    Runs without weights are left out.
+    """
     alone = {item.layer for item in place.shared}
-    spans: list[tuple[int, int]] = []
-    start = pack.first
-    for layer in range(pack.first, pack.last + 2):
-        if layer > pack.last or layer in alone:
-            if any(place.outline.layers[i].has_weights for i in range(start, layer)):
-                spans.append((start, layer - 1))
-            start = layer + 1
-    return spans
+    layers = [layer for layer in range(pack.first, pack.last + 1) if layer not in alone]
+    runs: list[list[int]] = []
+    for layer in layers:
+        if runs and runs[-1][-1] == layer - 1 and _on_host(place, layer) == _on_host(place, layer - 1):
+            runs[-1].append(layer)
+        else:
+            runs.append([layer])
+    return [(run[0], run[-1]) for run in runs if any(place.outline.layers[layer].has_weights for layer in run)]
+
+
+def _on_host(place: Place, layer: int) -> bool:
+    return layer in place.plan.host_layers

@@ -39,7 +39,7 @@ def _places(plan: Plan, outline: Outline) -> list[Place]:
         raise ValueError(f"harmony_pp has no replicas, not {plan.num_replicas}; use harmony for data parallelism")
     forwards, owned = _dealt(plan)
     _refuse_kept_elsewhere(plan, forwards, owned)
-    pipeline = tuple(updating_positions(outline, owned, everywhere=False))
+    pipeline = tuple(updating_positions(plan, outline, owned, everywhere=False))
     return [
         Place(
             plan,

@@ -61,14 +61,14 @@ def stage_places(plan: Plan, outline: Outline, delay: int = 0) -> list[Place]:
     _refuse_bad_stages(plan)
     width = plan.num_replicas
     owned = [_inside(plan.backward_packs, stage) for stage in plan.stages]
-    everywhere = not (plan.shard_updates or plan.host_update)
+    everywhere = not plan.shard_updates
     places = []
     for position, stage in enumerate(plan.stages):
         forwards = forward_tasks(plan, _inside(plan.forward_packs, stage))
         backwards = backward_tasks(plan, owned[position])
         replicas = tuple(range(position * width, (position + 1) * width))
         for replica, device in enumerate(replicas):
-            pipeline = tuple(p * width + replica for p in updating_positions(outline, owned, everywhere))
+            pipeline = tuple(p * width + replica for p in updating_positions(plan, outline, owned, everywhere))
             shared = shared_layers(plan, outline, owned, position, replica, everywhere)
             places.append(Place(plan, outline, device, replica, forwards, backwards, replicas, pipeline, shared, delay))
     return places
@@ -89,25 +89,25 @@ def shared_layers(
             continue
         peers = tuple(user * plan.num_replicas + other for user in users for other in range(plan.num_replicas))
         owns = any(pack.first <= layer <= pack.last for pack in owned[position])
-        updates = everywhere or (owns and updates_layer(plan, layer, replica))
+        updates = (everywhere and layer not in plan.host_layers) or (owns and updates_layer(plan, layer, replica))
         found.append(Shared(layer, peers, owns, updates))
     return tuple(found)
 
 
-def updating_positions(outline: Outline, owned: Sequence[Sequence[Pack]], everywhere: bool) -> list[int]:
+def updating_positions(plan: Plan, outline: Outline, owned: Sequence[Sequence[Pack]], everywhere: bool) -> list[int]:
     """Positions that have something to update: layers of their own or, when `everywhere`, copies of tied ones."""
     found = []
     for position, packs in enumerate(owned):
         layers = [layer for pack in packs for layer in _weights(outline, pack)]
         own = any(pack.first <= layer <= pack.last for layer in layers for pack in packs)
-        if own or (everywhere and layers):
+        if own or (everywhere and any(layer not in plan.host_layers for layer in layers)):
             found.append(position)
     return found
 
 
 def updates_layer(plan: Plan, layer: int, replica: int) -> bool:
     """Whether this replica updates the layer: all do, unless updates are sharded by pack or happen at the one home."""
-    if not (plan.shard_updates or plan.host_update):
+    if not plan.shard_updates and layer not in plan.host_layers:
         return True
     pack = next(index for index, pack in enumerate(plan.backward_packs) if pack.first <= layer <= pack.last)
     return pack % plan.num_replicas == replica

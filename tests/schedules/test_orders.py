@@ -159,7 +159,7 @@ def test_harmony_pp_updates_a_tied_layer_where_it_runs() -> None:
 
 
 def test_a_host_update_of_a_tied_layer_happens_once() -> None:
-    program = write_program(pipeline("flush", host_update=True), tied_outline())
+    program = write_program(pipeline("flush", host_layers=tuple(range(tied_outline().num_layers))), tied_outline())
     assert [task for task in computed(program, 3) if isinstance(task, Update)] == [Update(3, 3, 0, host=True)]
 
 
