@@ -26,7 +26,7 @@ from counterpoint.schedules import write_program
 
 DEVICES, MICROBATCHES, LAYERS = 4, 32, 64
 MIB = 2**20
-KINDS = {"weights": ("weight",), "grads": ("grad",), "state": ("state",)}
+KINDS: dict[str, tuple[str, ...]] = {"weights": ("weight",), "grads": ("grad",), "state": ("state",)}
 KINDS["activations"] = ("activation", "activation_grad", "saved")
 
 
@@ -101,7 +101,7 @@ def cases(profile: Profile, n: int, m: int, size: int = 1, pack: int = 1) -> lis
 def account(case: Case, spare: int = 0) -> Account:
     """What a system moves on devices that hold one layer's working set and the weights of `spare` layers more.
 
-    For packs of one layer and stages of at least five layers; `spare` counts for Harmony-DP only. The working set is that of
+    For packs of one layer and stages of at least five; `spare` counts for Harmony-DP only. The working set is that of
     an update: weights, gradient and state, or four times the weights.
     """
     plan = case.plan
@@ -189,10 +189,9 @@ def formula_table() -> None:
         f"{LAYERS} equal layers, N = {DEVICES}, m = {MICROBATCHES}, {format_bytes(profile.weight_bytes)} of weights; "
         "per device the working set of one layer"
     )
-    print(f"{'':36}{'weights / |W|':^33}{'grads / |W|':^17}{'state / |K|':^15}{'weights,':>10}")
-    print(
-        f"{'':36}{'formula':>8}{'fused':>8}{'stays':>8}{'moved':>9}{'formula  moved':>17}{'formula moved':>15}{'lru / this':>10}"
-    )
+    print(f"{'':36}{'weights / |W|':^33}{'grads / |W|':^17}{'state / |K|':^15}{'weights,':>12}")
+    heads = f"{'formula':>8}{'fused':>8}{'stays':>8}{'moved':>9}{'formula  moved':>17}{'formula  moved':>15}"
+    print(f"{'':36}{heads}{'lru / this':>12}")
     most = 0
     for case in cases(profile, DEVICES, MICROBATCHES):
         promised, moved = account(case), moved_layers(profile, case)
@@ -209,7 +208,7 @@ def _formula_row(title: str, promised: Account, moved: tuple[int, int, int], mos
         for count, width, digits in zip(others, (9, 8, 8, 7), (0, 2, 0, 2), strict=True)
     ]
     note = "" if moved == promised.expected else "  not as accounted for"
-    return f"{title:36}{''.join(cells)}{most / moved[0]:8.1f} x{note}"
+    return f"{title:36}{''.join(cells)}{most / moved[0]:10.1f} x{note}"
 
 
 def measured_table(name: str, minibatch: int, size: int, pack: int) -> None:
