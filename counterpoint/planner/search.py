@@ -29,6 +29,7 @@ class Freedom:
     activations: Sequence[str] = ("evict", "recompute")
     clipping: bool = False
     residency: str = "planned"
+    host_layers: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +89,7 @@ def plan_of(
         backward,
         packs,
         (policy,) * len(packs) + (("recompute",) if fused else ()),
+        host_layers=freedom.host_layers,
         clipping=freedom.clipping,
         residency=freedom.residency,
     )

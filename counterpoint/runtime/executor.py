@@ -35,7 +35,7 @@ from counterpoint.runtime.compute import Compute
 from counterpoint.runtime.memory_process import resident_bytes
 from counterpoint.runtime.store import FLAT_KINDS, Store
 
-LANES = ("load", "evict", "drop")
+LANES = ("load", "evict", "drop", "host")
 WATCHDOG_SECONDS = 600
 
 

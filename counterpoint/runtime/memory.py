@@ -110,11 +110,13 @@ class Pool:
 
     A freed region is kept for the next request of its size. When a request of another size would pass the budget,
     the largest free region is remapped to that size and others are unmapped, longest free first: pages that are
-    already faulted in are worth keeping, a fault and its zeroing cost about half a disk read.
+    already faulted in are worth keeping, a fault and its zeroing cost about half a disk read. `shrink` lowers what may
+    be mapped for the sake of free regions; regions in use count against the budget only.
     """
 
     def __init__(self, budget_bytes: int) -> None:
         self.budget_bytes = budget_bytes
+        self._wanted_bytes = budget_bytes
         self._lock = threading.Lock()
         self._in_use: dict[int, Region] = {}
         self._free: list[Region] = []
@@ -127,7 +129,9 @@ class Pool:
         """A region of `num_bytes` in whole pages; its contents are whatever its last user left."""
         size = round_to_pages(num_bytes)
         with self._lock:
-            region = self._reuse(size) or self._map(size) or self._remap(size)
+            region = self._reuse(size)
+            for limit in (self._wanted_bytes, self.budget_bytes):
+                region = region or self._map(size, limit) or self._remap(size, limit)
             if region is None:
                 raise BudgetError(self._refusal(size))
             self._in_use[id(region)] = region
@@ -142,20 +146,21 @@ class Pool:
                 raise ValueError(f"this region of {region.num_bytes} bytes is not in use in this pool")
             self._in_use_bytes -= region.num_bytes
             self._free.append(region)
+            self._unmap_beyond(self._wanted_bytes)
 
     def trim(self) -> int:
         """Unmap every free region that no tensor views; the number of bytes given back."""
-        return self.shrink(0)
+        with self._lock:
+            return self._unmap_beyond(0)
 
     def shrink(self, mapped_bytes: int) -> int:
-        """Unmap free regions, longest free first, until no more than so much is mapped; the bytes given back."""
+        """Unmap free regions, longest free first, until no more than so much is mapped; the bytes given back.
+
+        From now on no free region is kept beyond that.
+        """
         with self._lock:
-            before = self._mapped_bytes
-            for region in tuple(self._free):
-                if self._mapped_bytes <= mapped_bytes:
-                    break
-                self._unmap(region)
-            return before - self._mapped_bytes
+            self._wanted_bytes = min(mapped_bytes, self.budget_bytes)
+            return self._unmap_beyond(mapped_bytes)
 
     def statistics(self) -> PoolStatistics:
         with self._lock:
@@ -167,31 +172,39 @@ class Pool:
                 self._peak_in_use_bytes,
             )
 
+    def _unmap_beyond(self, mapped_bytes: int) -> int:
+        before = self._mapped_bytes
+        for region in tuple(self._free):
+            if self._mapped_bytes <= mapped_bytes:
+                break
+            self._unmap(region)
+        return before - self._mapped_bytes
+
     def _reuse(self, size: int) -> Region | None:
         for index in range(len(self._free) - 1, -1, -1):
             if self._free[index].num_bytes == size:
                 return self._free.pop(index)
         return None
 
-    def _map(self, size: int) -> Region | None:
-        if self._mapped_bytes + size > self.budget_bytes:
+    def _map(self, size: int, limit: int) -> Region | None:
+        if self._mapped_bytes + size > limit:
             return None
         region = Region(size)
         self._count(size)
         return region
 
-    def _remap(self, size: int) -> Region | None:
-        """Turn a free region into one of `size`, after unmapping others as far as the budget asks."""
+    def _remap(self, size: int, limit: int) -> Region | None:
+        """Turn a free region into one of `size`, after unmapping others as far as the limit asks."""
         for region in sorted(self._free, key=lambda region: region.num_bytes, reverse=True):
             if region not in self._free:  # unmapped for the sake of a larger one that a tensor still views
                 continue
             growth = size - region.num_bytes
-            self._unmap_others(region, self._mapped_bytes + growth - self.budget_bytes)
-            if self._mapped_bytes + growth <= self.budget_bytes and region.resize(size):
+            self._unmap_others(region, self._mapped_bytes + growth - limit)
+            if self._mapped_bytes + growth <= limit and region.resize(size):
                 self._free.remove(region)
                 self._count(growth)
                 return region
-        return self._map(size)
+        return self._map(size, limit)
 
     def _unmap_others(self, kept: Region, excess_bytes: int) -> None:
         for region in tuple(self._free):

@@ -119,7 +119,7 @@ class Store:
                 self._make_room(key, self.flat(buffer).num_bytes)
             if self.flat(buffer).num_bytes:  # an optimizer may keep no state
                 self.disk.write(key, self.regions[buffer]).wait()
-                self._count(evicted=self.flat(buffer).num_bytes)
+                self.count(evicted=self.flat(buffer).num_bytes)
         elif buffer.kind == "saved":
             pieces = self.saved[buffer].storages
             assert pieces is not None
@@ -162,7 +162,7 @@ class Store:
         region = self.pool.allocate(num_bytes)
         if num_bytes and not (buffer.kind == "state" and buffer.owner in self.fresh_states):
             self.disk.read(self.key(buffer), region).wait()
-            self._count(loaded=region.num_bytes)
+            self.count(loaded=region.num_bytes)
         self.regions[buffer] = region
 
     def _load_saved(self, buffer: Buffer) -> None:
@@ -185,7 +185,7 @@ class Store:
     def _read_back(self, key: str, num_bytes: int) -> Region:
         region = self.pool.allocate(num_bytes)
         self.disk.read(key, region).wait()
-        self._count(loaded=num_bytes)
+        self.count(loaded=num_bytes)
         return region
 
     def _evict_value(self, buffer: Buffer) -> None:
@@ -229,13 +229,13 @@ class Store:
         for transfer in pending:
             if transfer is not None:
                 transfer.wait()  # type: ignore[attr-defined]
-        self._count(evicted=total)
+        self.count(evicted=total)
 
     def _free(self, region: Region | None) -> None:
         if region is not None:
             self.pool.free(region)
 
-    def _count(self, loaded: int = 0, evicted: int = 0) -> None:
+    def count(self, loaded: int = 0, evicted: int = 0) -> None:
         with self.counters.lock:
             self.counters.loaded_bytes += loaded
             self.counters.evicted_bytes += evicted

@@ -7,6 +7,7 @@ from torch.nn.utils import get_total_norm
 from counterpoint.core.errors import LossError
 from counterpoint.core.task import Buffer, Norm, Update, grad, state, weight
 from counterpoint.runtime.frame import Frame
+from counterpoint.runtime.home_update import HomeUpdate
 from counterpoint.runtime.optimizer import UpdateRule
 from counterpoint.runtime.step import Step
 from counterpoint.runtime.store import Store
@@ -25,6 +26,7 @@ class Updates:
     ) -> None:
         self.frame, self.chain, self.store, self.rule = frame, frame.chain, store, rule
         self.max_grad_norm, self.started = max_grad_norm, started
+        self.home: HomeUpdate | None = None
 
     def norm(self, task: Norm, step: Step) -> None:
         for layer in range(task.first, task.last + 1):
@@ -42,7 +44,12 @@ class Updates:
     def update(self, task: Update, step: Step) -> None:
         refuse_bad_loss(step)
         for layer in range(task.first, task.last + 1):
-            if self.frame.weights[layer].slots:
+            if not self.frame.weights[layer].slots:
+                continue
+            if task.host:
+                assert self.home is not None
+                self.home.update(layer, task, self.started.pop(grad(layer, task.step)), step.clip)
+            else:
                 self._update_layer(layer, task, step)
 
     def _update_layer(self, layer: int, task: Update, step: Step) -> None:

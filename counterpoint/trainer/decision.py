@@ -1,19 +1,21 @@
 """A profile and a memory budget -> the plan, its program and its forecast; or the smallest budget that would do."""
 
-from dataclasses import dataclass
+import contextlib
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from counterpoint.core.costs import Costs
 from counterpoint.core.errors import BudgetError
 from counterpoint.core.machine import Device, Home, Link, Machine, Tier
 from counterpoint.core.plan import Plan
-from counterpoint.core.profile import Profile
+from counterpoint.core.profile import LayerCost, Profile
 from counterpoint.core.program import Program
 from counterpoint.core.units import format_bytes
 from counterpoint.passes.residency import smallest_budgets
 from counterpoint.planner.forecast import Forecast, forecast, run
-from counterpoint.planner.search import Freedom, search
+from counterpoint.planner.search import Candidate, Freedom, search
 from counterpoint.runtime.disk_file import free_bytes
+from counterpoint.runtime.home_update import STAGING_BYTES
 from counterpoint.runtime.probe import DiskSpeed, probe_disk
 from counterpoint.schedules import write_program
 
@@ -43,17 +45,58 @@ def decide(
     plan: Plan | None,
 ) -> Decision:
     """Search for a plan, or take the one that is given; `model_bytes` of the base are the user's own weights."""
-    budget = memory_bytes - base_bytes - memory_bytes * MARGIN_PERCENT // 100
-    machine = this_machine(max(budget, 1), folder)
+    budget = max(1, memory_bytes - base_bytes - memory_bytes * MARGIN_PERCENT // 100)
+    machine = this_machine(budget, folder)
+    profile = _with_home_updates(profile, machine)
     try:
         if plan is not None:
+            machine = _beside_staging(machine, plan.host_layers)
             program, timeline = run(profile, machine, plan, steps=3)
         else:
-            found = search(profile, machine, freedom)
+            machine, found = _found(profile, machine, freedom)
             plan, program, timeline = found.plan, found.program, found.timeline
     except BudgetError as error:
         raise _too_small(profile, memory_bytes, base_bytes, model_bytes, plan, error) from error
+    budget = machine.devices[0].capacity_bytes
     return Decision(machine, budget, plan, program, forecast(profile, machine, plan, program, timeline))
+
+
+def _found(profile: Profile, machine: Machine, freedom: Freedom) -> tuple[Machine, Candidate]:
+    """The fastest plan; layers whose update would take half the memory may be updated at home if `freedom` allows."""
+    budget = machine.devices[0].capacity_bytes
+    large = [i for i, cost in enumerate(profile.layers) if _update_bytes(cost) * 2 > budget]
+    host_layers = tuple(layer for layer in large if layer in freedom.host_layers)
+    smaller = _beside_staging(machine, host_layers)
+    if not host_layers:
+        return machine, search(profile, machine, replace(freedom, host_layers=()))
+    found = smaller, search(profile, smaller, replace(freedom, host_layers=host_layers))
+    with contextlib.suppress(BudgetError):
+        other = search(profile, machine, replace(freedom, host_layers=()))
+        if other.timeline.step_ns <= found[1].timeline.step_ns:
+            return machine, other
+    return found
+
+
+def _update_bytes(cost: LayerCost) -> int:
+    return cost.weight_bytes + cost.grad_bytes + cost.state_bytes
+
+
+def _beside_staging(machine: Machine, host_layers: tuple[int, ...]) -> Machine:
+    """What is left of the budget when updates at home have their memory."""
+    if not host_layers:
+        return machine
+    device = machine.devices[0]
+    return replace(machine, devices=(replace(device, capacity_bytes=device.capacity_bytes - STAGING_BYTES),))
+
+
+def _with_home_updates(profile: Profile, machine: Machine) -> Profile:
+    """An update at home reads weights, gradient and state and writes weights and state."""
+    speed = min(link.bytes_per_s for link in machine.links)
+    layers = []
+    for cost in profile.layers:
+        moved = 2 * _update_bytes(cost) - cost.grad_bytes
+        layers.append(replace(cost, host_update_ns=cost.update_ns + moved * 10**9 // speed))
+    return replace(profile, layers=tuple(layers))
 
 
 def this_machine(budget: int, folder: Path) -> Machine:

@@ -20,6 +20,8 @@ from counterpoint.runtime.compute import Compute, Step
 from counterpoint.runtime.disk import Disk
 from counterpoint.runtime.executor import Executor
 from counterpoint.runtime.home import unused_sizes
+from counterpoint.runtime.home_update import STAGING_BYTES as HOME_STAGING_BYTES
+from counterpoint.runtime.home_update import HomeUpdate
 from counterpoint.runtime.memory import Pool
 from counterpoint.runtime.memory_process import resident_bytes, trim
 from counterpoint.runtime.rescue import bring_home, discard
@@ -62,7 +64,8 @@ class Engine:
             wishes.autocast,
             limit,
         )
-        freedom = replace(wishes.freedom, microbatch_sizes=measured_sizes(self.profile))
+        updated_at_home = tuple(range(parts.frame.num_layers)) if parts.rule.elementwise else ()
+        freedom = replace(wishes.freedom, microbatch_sizes=measured_sizes(self.profile), host_layers=updated_at_home)
         trim()
         self.base_bytes = resident_bytes() + 2 * STAGING_BYTES
         own_bytes = sum(p.nbytes for p in parts.module.parameters() if not p.is_meta)
@@ -71,6 +74,7 @@ class Engine:
         )
         self.machine, self.program, self.forecast = chosen.machine, chosen.program, chosen.forecast
         self.budget_bytes = chosen.budget_bytes
+        self.base_bytes += HOME_STAGING_BYTES if chosen.plan.host_layers else 0
         self.plan = ChosenPlan.of(chosen.plan, f"{describe(chosen.forecast)}\n{self._whole(wishes.memory_bytes)}")
 
     def _whole(self, memory_bytes: int) -> str:
@@ -87,6 +91,8 @@ class Engine:
         self.compute = Compute(
             parts.frame, self.store, parts.rule, buffers, m, wishes.seed, wishes.autocast, wishes.max_grad_norm
         )
+        if self.plan.host_layers:
+            self.compute.updates.home = HomeUpdate(self.store, parts.rule)
         costs = Costs(self.profile, self.plan)
         self.executor = Executor(self.store, self.compute, costs, budget)
         self._evaluator = Evaluator(self.executor, self.compute, costs, self.plan, budget)

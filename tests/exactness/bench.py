@@ -26,6 +26,7 @@ from counterpoint.runtime.compute import Compute, Step
 from counterpoint.runtime.disk import Disk
 from counterpoint.runtime.executor import Executor
 from counterpoint.runtime.frame import Flat, Frame, frame_of
+from counterpoint.runtime.home_update import HomeUpdate
 from counterpoint.runtime.memory import Pool
 from counterpoint.runtime.optimizer import UpdateRule
 from counterpoint.runtime.store import Store, home_sizes
@@ -87,6 +88,7 @@ class Setting:
     schedule: str = "harmony"
     residency: str = "planned"
     seed: int = 0
+    host_layers: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -176,6 +178,7 @@ def train(problem: Problem, setting: Setting, folder: Path) -> Trained:
         compute = Compute(
             frame, store, rule, buffers, plan.num_microbatches, setting.seed, problem.autocast, problem.max_grad_norm
         )
+        compute.updates.home = HomeUpdate(store, rule) if plan.host_layers else None
         losses, moved = _run(program, Executor(store, compute, costs, max(program.budgets)), problem, setting, schedule)
         return Trained(_outcome(model, store, rule, buffers, losses), program, costs, store, moved)
 
@@ -209,6 +212,7 @@ def plan_of(num_layers: int, setting: Setting, problem: Problem) -> Plan:
         (*packs, Pack(num_layers - 1, num_layers - 1)) if fused else packs,
         packs,
         (setting.policy,) * len(packs) + ("recompute",) * fused,
+        host_layers=tuple(layer for layer in setting.host_layers if layer < num_layers),
         clipping=problem.max_grad_norm is not None,
         residency=setting.residency,
     )

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim import Optimizer
 
+from counterpoint.runtime import home_update
 from counterpoint.runtime import optimizer as runtime_optimizer
 from counterpoint.runtime.optimizer import UpdateRule
 
@@ -30,6 +31,11 @@ def causal(batch_size: int) -> Batch:
 
 def llama() -> nn.Module:
     return transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMALL, **TOKENS, num_key_value_heads=2))
+
+
+def wide_llama() -> nn.Module:
+    sizes = SMALL | {"hidden_size": 64, "intermediate_size": 160}
+    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **TOKENS, num_key_value_heads=2))
 
 
 class Lion(Optimizer):
@@ -71,6 +77,18 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], Optimizer]] = {
 def test_optimizers(name: str, tmp_path: Path) -> None:
     problem = Problem(llama, causal, optimizer=OPTIMIZERS[name], max_grad_norm=0.5)
     setting = Setting("evict", pack=2)
+    assert differences(train(problem, setting, tmp_path).outcome, train_plainly(problem, 2)) == []
+
+
+@pytest.mark.parametrize("name", ["adamw", "adam amsgrad", "sgd", "sgd momentum", "rmsprop"])
+@pytest.mark.parametrize("host_layers", [(0,), (1, 2, 5), tuple(range(20))], ids=["one", "some", "all"])
+def test_updates_at_home(
+    name: str, host_layers: tuple[int, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also in slices that are smaller than a parameter."""
+    monkeypatch.setattr(home_update, "STAGING_BYTES", 3 * 5 * 4 * 4096)
+    problem = Problem(wide_llama, causal, optimizer=OPTIMIZERS[name], max_grad_norm=0.5)
+    setting = Setting("evict", pack=2, host_layers=host_layers)
     assert differences(train(problem, setting, tmp_path).outcome, train_plainly(problem, 2)) == []
 
 

@@ -1,0 +1,176 @@
+"""A layer's finished gradient at home -> its new weights and optimizer state at home, a slice at a time.
+
+Only a few slices of each tensor are in memory at once: one is read while another is updated and a third written. So
+a layer can be trained whose weights, gradient and state do not fit together. The optimizer must work element by
+element; the bits are those of an update at once.
+"""
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from counterpoint.core.task import Update, grad
+from counterpoint.runtime.disk import Disk
+from counterpoint.runtime.disk_transfer import Transfer
+from counterpoint.runtime.frame import BLOCK_BYTES, Flat, Slot
+from counterpoint.runtime.memory import Region
+from counterpoint.runtime.optimizer import UpdateRule
+from counterpoint.runtime.store import Store
+
+STAGING_BYTES = 24 << 20
+_TURNS = 3  # one slice being read, one updated, one written
+
+
+@dataclass(frozen=True, slots=True)
+class _Source:
+    """A tensor at home and the stretch of staging memory that its slices pass through."""
+
+    key: str
+    slot: Slot
+    writes: bool
+
+
+class HomeUpdate:
+    """Updates layers at home through its own staging memory, which it has from the start."""
+
+    def __init__(self, store: Store, rule: UpdateRule) -> None:
+        self.store, self.rule = store, rule
+        self._region = Region(STAGING_BYTES)
+
+    def update(self, layer: int, task: Update, started: set[str], factor: Tensor | None) -> None:
+        """`started` are the parameters that a gradient has reached; `factor` clips their gradients."""
+        fresh = layer in self.store.fresh_states
+        for slot in self.store.frame.weights[layer].slots:
+            states = _states(self.store.states[layer], slot.name)
+            if slot.name in started and slot.name in self.rule.group_of:
+                gradient = _Source(self.store.key(grad(layer, task.step)), slot, writes=False)
+                self._update_parameter(layer, slot, gradient, states, fresh, factor)
+            elif fresh:
+                for state_slot in states.values():
+                    self._write_zeros(f"state {layer}", state_slot)
+        self.store.fresh_states.discard(layer)
+
+    def _update_parameter(
+        self,
+        layer: int,
+        slot: Slot,
+        gradient: _Source,
+        states: dict[str, Slot],
+        fresh: bool,
+        factor: Tensor | None,
+    ) -> None:
+        like = {key: s for key, s in states.items() if s.shape == slot.shape}
+        alone = {key: s for key, s in states.items() if s.shape != slot.shape}
+        sources = [_Source(f"weight {layer}", slot, True), gradient]
+        sources += [_Source(f"state {layer}", s, True) for s in like.values()]
+        self._count(sources, fresh)
+        before = dict(self.rule.scalars.get(slot.name, {}))
+        singles = {key: self._read_single(f"state {layer}", s, fresh) for key, s in alone.items()}
+        after = singles
+        for pieces in _slices(self.store.disk, sources, self._region, fresh):
+            if factor is not None:
+                pieces[1].mul_(factor)
+            if before:  # plain numbers of the state advance once, not with every slice
+                self.rule.scalars[slot.name] = dict(before)
+            after = {key: tensor.clone() for key, tensor in singles.items()}
+            state = dict(zip(like, pieces[2:], strict=True)) | after
+            self.rule.update(slot.name, pieces[0], pieces[1], state, fresh)
+        for key, state_slot in alone.items():
+            self._write_single(f"state {layer}", state_slot, after[key])
+
+    def _count(self, sources: list[_Source], fresh: bool) -> None:
+        read = sum(source.slot.num_bytes for index, source in enumerate(sources) if index < 2 or not fresh)
+        written = sum(source.slot.num_bytes for source in sources if source.writes)
+        self.store.count(loaded=read, evicted=written)
+
+    def _read_single(self, key: str, slot: Slot, fresh: bool) -> Tensor:
+        if fresh:
+            return torch.zeros(slot.shape, dtype=slot.dtype)
+        return self.store.read_place(key, slot.offset_bytes, slot.shape, slot.dtype)
+
+    def _write_single(self, key: str, slot: Slot, content: Tensor) -> None:
+        self._region.tensor(slot.dtype, slot.shape).copy_(content)
+        self.store.disk.write(key, self._region.view(0, _blocks(slot.num_bytes)), slot.offset_bytes).wait()
+
+    def _write_zeros(self, key: str, slot: Slot) -> None:
+        size = min(_blocks(slot.num_bytes), self._region.num_bytes)
+        self._region.tensor(torch.uint8, (size,)).zero_()
+        for done in range(0, slot.num_bytes, max(size, 1)):
+            part = min(size, _blocks(slot.num_bytes - done))
+            self.store.disk.write(key, self._region.view(0, part), slot.offset_bytes + done).wait()
+
+
+def _states(flat: Flat, parameter: str) -> dict[str, Slot]:
+    found = {}
+    for slot in flat.slots:
+        name, _, key = slot.name.rpartition("\0")
+        if name == parameter:
+            found[key] = slot
+    return found
+
+
+def _slices(disk: Disk, sources: list[_Source], region: Region, fresh: bool) -> Iterator[list[Tensor]]:
+    """Flat slices of all sources in step, as tensors that are written back when the next slice is asked for.
+
+    State that is `fresh` is not read: its slices come as they are, for the optimizer to fill.
+    """
+    count = sources[0].slot.num_bytes // sources[0].slot.dtype.itemsize
+    widest = max(source.slot.dtype.itemsize for source in sources)
+    stretch = region.num_bytes // (_TURNS * len(sources)) // BLOCK_BYTES * BLOCK_BYTES
+    size = stretch // widest // BLOCK_BYTES * BLOCK_BYTES  # slices of every width begin at a block
+    starts = range(0, count, size)
+    turns = [_Turn(disk, sources, region, turn * len(sources) * stretch, stretch, fresh) for turn in range(_TURNS)]
+    turns[0].read(0, min(size, count))
+    for number, start in enumerate(starts):
+        turn = turns[number % _TURNS]
+        if start + size < count:
+            turns[(number + 1) % _TURNS].read(start + size, min(size, count - start - size))
+        yield turn.tensors()
+        turn.write()
+    for turn in turns:
+        turn.wait()
+
+
+def _blocks(num_bytes: int) -> int:
+    return -(-num_bytes // BLOCK_BYTES) * BLOCK_BYTES
+
+
+class _Turn:
+    """One slice of each source in staging memory: read, lent, written back."""
+
+    def __init__(
+        self, disk: Disk, sources: list[_Source], region: Region, offset: int, stretch: int, fresh: bool
+    ) -> None:
+        self.disk, self.sources, self.region, self.fresh = disk, sources, region, fresh
+        self.offsets = [offset + index * stretch for index in range(len(sources))]
+        self.start = self.count = 0
+        self.pending: list[Transfer] = []
+
+    def read(self, start: int, count: int) -> None:
+        self.wait()
+        self.start, self.count = start, count
+        for index, source in enumerate(self.sources):
+            if not (self.fresh and index >= 2):
+                self._move(self.disk.read, source, self.offsets[index])
+
+    def tensors(self) -> list[Tensor]:
+        self.wait()
+        pairs = zip(self.sources, self.offsets, strict=True)
+        return [self.region.tensor(source.slot.dtype, (self.count,), offset) for source, offset in pairs]
+
+    def write(self) -> None:
+        for source, offset in zip(self.sources, self.offsets, strict=True):
+            if source.writes:
+                self._move(self.disk.write, source, offset)
+
+    def wait(self) -> None:
+        for transfer in self.pending:
+            transfer.wait()
+        self.pending.clear()
+
+    def _move(self, move: object, source: _Source, offset: int) -> None:
+        itemsize = source.slot.dtype.itemsize
+        view = self.region.view(offset, _blocks(self.count * itemsize))
+        self.pending.append(move(source.key, view, source.slot.offset_bytes + self.start * itemsize))  # type: ignore[operator]
