@@ -2,67 +2,115 @@
 
     python benchmarks/residency_optimality.py [cases] [seed]
 
-`ahead` 0 is the choice itself. `ahead` 1 also keeps room for each load beside the computation before, which the search
-does without: what that costs is the price of overlap.
+Then what it brings in time to move more than that: the placement that the planner takes after simulating several,
+against the one that moves least, for the same cases on random machines and for some models.
 """
 
 import random
 import sys
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 from counterpoint.core.costs import Costs
+from counterpoint.core.machine import GIB, Device, Home, Link, Machine, Tier
 from counterpoint.core.plan import SCHEDULES, Plan, equal_packs
 from counterpoint.core.profile import Curve, LayerCost, Profile, ValueCost
 from counterpoint.core.program import Program
 from counterpoint.core.task import Buffer
+from counterpoint.core.units import format_bytes
 from counterpoint.passes.body import Body, Gap
 from counterpoint.passes.gaps import body_of
-from counterpoint.passes.ladder import EXACT, choose
+from counterpoint.passes.ladder import choose
 from counterpoint.passes.lives import Life, collect, mark_shared
+from counterpoint.passes.residency import smallest_budgets
+from counterpoint.planner import catalog
+from counterpoint.planner.defaults import Wishes, default_plan
+from counterpoint.planner.machines import machine, with_budget
+from counterpoint.planner.placement import AHEADS, Placement
 from counterpoint.schedules import write_program
 
 PIPELINES = ("model_parallel", "gpipe", "flush", "2bw")
-MOST_GAPS = 40
+MOST_GAPS, MOST_POSITIONS = 40, 32
 
 
-def ratios(count: int, seed: int) -> Iterator[tuple[float, float]]:
-    """For each case the bytes that `ahead` 0 and 1 move, over the least possible."""
+def ratios(count: int, seed: int) -> Iterator[float]:
+    """For each case the bytes moved over the least possible."""
     rng = random.Random(seed)
     for _ in range(count):
         program, device, costs, lives = _case(rng)
-        body, roomy = (body_of(program, device, costs, lives, frozenset(), ahead) for ahead in (0, 1))
+        body = body_of(program, device, costs, lives, frozenset(), 0)
         low, high = max(body.needs), max(body.occupied())
         budget = rng.randint(low, max(low, high - 1))
         least = least_traffic(body, budget)
-        found = []
-        for chosen in (body, roomy):
-            choose(chosen, budget)
-            assert max(chosen.occupied()) <= budget
-            found.append(chosen.traffic())
-        yield _ratio(found[0], least), _ratio(found[1], least)
+        choose(body, budget)
+        assert max(body.occupied()) <= budget
+        yield body.traffic() / least if least else 1.0 + body.traffic()
 
 
-def _ratio(found: int, least: int) -> float:
-    return found / least if least else 1.0 + found
+def time_ratios(count: int, seed: int) -> Iterator[tuple[float, float]]:
+    """For each case time and bytes of the placement that the planner takes, over those of the one that moves least."""
+    rng = random.Random(seed)
+    while count:
+        num_layers = rng.randint(2, 6)
+        profile, plan = random_profile(rng, num_layers), random_plan(rng, rng.choice(SCHEDULES), num_layers)
+        program, costs = write_program(plan, profile.outline()), Costs(profile, plan)
+        least = max(smallest_budgets(program, costs))
+        budget = rng.randint(least, 2 * least)
+        placement = Placement(profile, _machine(rng, plan.num_devices, budget), plan)
+        moves_least, chosen = placement.simulated(0)[1], placement.fastest()[1]
+        moved, more = (sum(size for _, size in t.steady_link_bytes) for t in (moves_least, chosen))
+        if moved:
+            count -= 1
+            yield chosen.step_ns / moves_least.step_ns, more / moved
+
+
+def _machine(rng: random.Random, num_devices: int, budget: int) -> Machine:
+    """Links that move the bytes of a layer in about the time it computes."""
+    links = tuple(Link(name, rng.randint(1, 20) * 10**9, 10) for name in ("down", "up", "peer"))
+    home = Home("host", ("down",), ("up",))
+    devices = (Device("device", budget, (home,), ("peer",), ("peer",)),) * num_devices
+    return Machine("random", devices, links, (Tier("host", 10**9),))
+
+
+MODELS = (
+    ("gpt2-xl", "harmony", "laptop", 1, 8, 6), ("gpt2-10b", "harmony", "1080ti", 1, 8, 16),
+    ("gpt2-10b", "harmony_pp", "1080ti", 4, 8, 10), ("gpt2-10b", "harmony", "1080ti", 4, 32, 10),
+    ("bert96", "harmony", "1080ti", 1, 16, 4), ("llama-8b", "harmony", "4090", 1, 8, 22),
+)  # fmt: skip
+"""Model, schedule, machine, devices, minibatch and GiB per device."""
+
+
+def model_table() -> None:
+    print(f"\n{'':44}{'time and bytes of a step with room beside':>46}{'taken':>9}")
+    print(f"{'':44}{'0 computations':>18}{'1':>18}{'2':>18}")
+    for name, schedule, server, num_devices, minibatch, gib in MODELS:
+        place_on = with_budget(machine(server, num_devices), gib * GIB)
+        profile = catalog.profile(name, place_on)
+        plan = default_plan(profile, place_on, Wishes(schedule, minibatch))
+        placement = Placement(profile, place_on, plan)
+        found = [placement.simulated(ahead)[1] for ahead in AHEADS]
+        taken = placement.fastest()[1]
+        cells = [f"{t.step_ns / 1e9:9.2f} s {format_bytes(sum(s for _, s in t.steady_link_bytes)):>8}" for t in found]
+        title = f"{name}, {schedule}, {num_devices} x {server}, {gib} GiB"
+        print(f"{title:44}{''.join(f'{cell:>20}' for cell in cells)}{AHEADS[found.index(taken)]:9}", flush=True)
 
 
 def _case(rng: random.Random) -> tuple[Program, int, Costs, dict[Buffer, Life]]:
     """One device of a random small program whose body has something to choose."""
     while True:
         schedule = rng.choice(SCHEDULES)
-        profile = _profile(rng, rng.randint(2, 4))
-        plan = _plan(rng, schedule, len(profile.layers))
+        profile = random_profile(rng, rng.randint(2, 4))
+        plan = random_plan(rng, schedule, len(profile.layers))
         program, costs = write_program(plan, profile.outline()), Costs(profile, plan)
         lives = [collect(program, device, costs) for device in range(len(program.devices))]
         mark_shared(program, lives)
         device = rng.randrange(len(lives))
         body = body_of(program, device, costs, lives[device], frozenset(), 0)
-        if 1 < len(body.gaps) <= MOST_GAPS and body.num_positions <= EXACT:
+        if 1 < len(body.gaps) <= MOST_GAPS and body.num_positions <= MOST_POSITIONS:
             return program, device, costs, lives[device]
 
 
-def _profile(rng: random.Random, num_layers: int) -> Profile:
+def random_profile(rng: random.Random, num_layers: int) -> Profile:
     layers = []
     for index in range(num_layers):
         size = rng.randint(100, 1500)
@@ -87,7 +135,7 @@ def _profile(rng: random.Random, num_layers: int) -> Profile:
     return Profile("random", tuple(layers), tuple(values))
 
 
-def _plan(rng: random.Random, schedule: str, num_layers: int) -> Plan:
+def random_plan(rng: random.Random, schedule: str, num_layers: int) -> Plan:
     packs = equal_packs(num_layers, rng.randint(1, 2))
     policy = "recompute" if schedule == "harmony_pp" else rng.choice(("recompute", "evict"))
     stages = equal_packs(num_layers, 2) if schedule in PIPELINES else ()
@@ -171,12 +219,17 @@ class _Search:
 
 
 def main(count: int = 500, seed: int = 0) -> None:
-    found = list(ratios(count, seed))
-    for ahead, column in enumerate(zip(*found, strict=True)):
-        ordered = sorted(column)
-        within = [f"{share}% within {ordered[(count - 1) * share // 100]:.3f}" for share in (50, 90, 99, 100)]
-        exact = sum(ratio == 1.0 for ratio in ordered)
-        print(f"ahead {ahead}: {', '.join(within)}; the least possible in {exact} of {count} cases")
+    _summary("bytes over the least possible", list(ratios(count, seed)))
+    times, traffic = zip(*time_ratios(count, seed), strict=True)
+    _summary("time of the placement taken over that of least traffic", times)
+    _summary("and its bytes over those of least traffic", traffic)
+    model_table()
+
+
+def _summary(title: str, found: Sequence[float]) -> None:
+    ordered = sorted(found)
+    within = [f"{share}% within {ordered[(len(ordered) - 1) * share // 100]:.3f}" for share in (50, 90, 99, 100)]
+    print(f"{title}: {', '.join(within)}; 1 in {sum(r == 1.0 for r in ordered)} of {len(ordered)} cases", flush=True)
 
 
 if __name__ == "__main__":

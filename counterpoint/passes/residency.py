@@ -26,7 +26,7 @@ def place(
     homes: Homes,
     policy: str = "planned",
     pinned: frozenset[int] = frozenset(),
-    ahead: int = 1,
+    ahead: int = 0,
     quick: bool = False,
     writes_clean: bool = False,
 ) -> Program:
@@ -34,17 +34,18 @@ def place(
 
     `planned` looks ahead over the cyclic body and keeps what fits across steps; `lru` loads on demand and evicts the
     least recently used, the virtualized-memory baseline (`writes_clean`: also when it is clean). `pinned` layers keep
-    their saved tensors on the device. `ahead` computations are what a load may overlap with at least; 0 gives the
-    least traffic. `quick` chooses with less care. Raises BudgetError with the smallest budget that would do.
+    their saved tensors on the device. With `ahead` 0, least is moved, and loads come early where there is room. With
+    more, each load and evict has room beside so many computations, at the price of what could have stayed there: only
+    a simulation can tell which is faster. `quick` chooses with less care. Raises BudgetError with the smallest budget
+    that would do.
     """
     if policy not in POLICIES:
         raise ValueError(f"unknown residency policy {policy!r}; known are {', '.join(POLICIES)}")
     if len(budgets) != len(program.devices):
         raise ValueError(f"{len(program.devices)} devices need as many budgets, not {len(budgets)}")
-    refuse_small_budgets(program, costs, budgets)
+    refuse_small_budgets(program, costs, budgets, pinned if policy == "planned" else frozenset())
     with collector_paused():
-        lives = [collect(program, device, costs) for device in range(len(program.devices))]
-        mark_shared(program, lives)
+        lives = _lives(program, costs)
         placers = [_DevicePlacer(program, d, costs, budgets[d], homes, lives[d]) for d in range(len(lives))]
         if policy == "planned":
             parts = [placer.planned(pinned, ahead, quick) for placer in placers]
@@ -53,22 +54,36 @@ def place(
     return Program(program.outline, program.num_microbatches, tuple(parts), program.epilogue_steps, tuple(budgets))
 
 
-def smallest_budgets(program: Program, costs: Costs) -> tuple[int, ...]:
-    """The least memory of each device with which any placement exists: the needs of its most demanding task."""
+def smallest_budgets(program: Program, costs: Costs, pinned: frozenset[int] = frozenset()) -> tuple[int, ...]:
+    """The least memory of each device with which any placement exists: its most demanding task, and what is pinned."""
     needs = _Needs(program, costs)
     parts = ((*part.prologue, *part.body, *part.epilogue) for part in program.devices)
-    return tuple(max(map(needs.of, tasks), default=0) for tasks in parts)
+    found = [max(map(needs.of, tasks), default=0) for tasks in parts]
+    if not pinned:
+        return tuple(found)
+    bodies = [body_of(program, d, costs, lives, pinned, 0) for d, lives in enumerate(_lives(program, costs))]
+    return tuple(max(need, *body.needs, 0) for need, body in zip(found, bodies, strict=True))
 
 
-def refuse_small_budgets(program: Program, costs: Costs, budgets: Sequence[int]) -> None:
+def refuse_small_budgets(
+    program: Program, costs: Costs, budgets: Sequence[int], pinned: frozenset[int] = frozenset()
+) -> None:
+    least = smallest_budgets(program, costs, pinned)
+    advice = "; let activations be evicted or recomputed instead of kept" if pinned else ""
     short = [
         f"no plan fits device {device} (need {format_bytes(need)}, budget {format_bytes(budget)}); "
-        f"smallest budget that fits: {need} bytes ({format_bytes(need)})"
-        for device, (need, budget) in enumerate(zip(smallest_budgets(program, costs), budgets, strict=True))
+        f"smallest budget that fits: {need} bytes ({format_bytes(need)}){advice}"
+        for device, (need, budget) in enumerate(zip(least, budgets, strict=True))
         if need > budget
     ]
     if short:
-        raise BudgetError("\n".join(short))
+        raise BudgetError("\n".join(short), max(least))
+
+
+def _lives(program: Program, costs: Costs) -> list[dict[Buffer, Life]]:
+    lives = [collect(program, device, costs) for device in range(len(program.devices))]
+    mark_shared(program, lives)
+    return lives
 
 
 class _Needs:
@@ -116,13 +131,7 @@ class _DevicePlacer:
         if not self.part.body:
             return Placed((), {})
         body = body_of(self.program, self.device, self.costs, self.lives, pinned, ahead)
-        choose(body, self.budget, quick)
-        if max(body.occupied()) > self.budget:
-            raise BudgetError(
-                f"pinned activations do not fit device {self.device} (need {format_bytes(max(body.occupied()))}, "
-                f"budget {format_bytes(self.budget)}); let them be evicted or recomputed",
-                max(body.occupied()),
-            )
+        choose(body, self.budget, quick or ahead > 0)
         workspace = [self.costs.workspace_bytes(task) for task in self.part.body]
         return Emitter(self.program, self.device, workspace, self.lives, body).place(self.budget, self.homes)
 

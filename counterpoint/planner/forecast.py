@@ -1,18 +1,17 @@
 """Profile x Machine x Plan -> Forecast: will it fit, how fast will it run, what will it wait for."""
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from counterpoint.core.costs import Costs
-from counterpoint.core.homes import fill_homes
 from counterpoint.core.machine import Machine
 from counterpoint.core.plan import Plan
 from counterpoint.core.profile import Profile
 from counterpoint.core.program import Program, lane
 from counterpoint.core.task import Backward, Forward
 from counterpoint.core.timeline import Timeline
-from counterpoint.passes.residency import place
-from counterpoint.schedules import write_program
-from counterpoint.simulator import simulate
+from counterpoint.planner.placement import Placement, kept_layers
+
+__all__ = ["Forecast", "TierUse", "forecast", "kept_layers", "run"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,30 +61,8 @@ class Forecast:
         return tuple(tier for tier in self.tiers if tier.peak_bytes > tier.capacity_bytes)
 
 
-def placed_program(profile: Profile, machine: Machine, plan: Plan, costs: Costs) -> Program:
-    """The schedule's program within the devices' capacities; without swapping, whatever memory it takes."""
-    program = write_program(plan, profile.outline())
-    homes = fill_homes(machine, profile, plan.num_devices)
-    if plan.residency == "none":
-        unlimited = (_MORE_THAN_ENOUGH,) * plan.num_devices
-        return replace(place(program, costs, unlimited, homes), budgets=())
-    budgets = tuple(device.capacity_bytes for device in machine.devices[: plan.num_devices])
-    return place(program, costs, budgets, homes, policy=plan.residency, pinned=kept_layers(plan))
-
-
-_MORE_THAN_ENOUGH = 2**60
-
-
-def kept_layers(plan: Plan) -> frozenset[int]:
-    """Layers whose saved tensors must stay on the device."""
-    packs = zip(plan.backward_packs, plan.activations, strict=True)
-    return frozenset(i for pack, policy in packs if policy == "keep" for i in range(pack.first, pack.last + 1))
-
-
 def run(profile: Profile, machine: Machine, plan: Plan, steps: int = 4) -> tuple[Program, Timeline]:
-    costs = Costs(profile, plan)
-    program = placed_program(profile, machine, plan, costs)
-    return program, simulate(program, costs, machine, steps)
+    return Placement(profile, machine, plan).fastest(steps)
 
 
 def forecast(profile: Profile, machine: Machine, plan: Plan, program: Program, timeline: Timeline) -> Forecast:

@@ -83,7 +83,7 @@ def _limit_in(file: Path) -> int:
     return _UNLIMITED if text == "max" else int(text)
 
 
-def set_allocator_thresholds(mmap_bytes: int = 256 << 10, trim_bytes: int = 16 << 20) -> bool:
+def set_allocator_thresholds(mmap_bytes: int = 1 << 20, trim_bytes: int = 16 << 20) -> bool:
     """Make freed tensors leave the resident set; False (and nothing done) where the C library is not glibc.
 
     Tensors of `mmap_bytes` and more get their own mapping and vanish when freed; smaller ones share a heap that is cut

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from counterpoint.core.errors import ModelError
 
-SLICE_ELEMENTS = 1 << 20
+SLICE_ELEMENTS = 1 << 17  # with gradient, state and a temporary, about what a core keeps in its cache
 _SMALL_BYTES = 64 << 20
 _ELEMENTWISE = ("SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "Adagrad", "Adadelta", "ASGD")
 
@@ -56,7 +56,7 @@ class UpdateRule:
             leaf = torch.zeros(shape, dtype=dtype, device=device, requires_grad=True)
             leaf.grad = torch.zeros_like(leaf)
             try:
-                self._run(name, leaf, state)
+                self._run(name, [leaf], [state])
             except Exception as error:
                 # Most optimizers have made their state by the time they look at a value.
                 if not state and (device == "cpu" or leaf.numel() * dtype.itemsize > _SMALL_BYTES):
@@ -74,16 +74,16 @@ class UpdateRule:
         if name not in self.group_of:
             return
         scalars = self.scalars.get(name, {})
+        parts = tuple(self._slices(parameter.numel(), state, parameter.shape))
+        leaves, after = [], []
+        for part in parts:
+            leaves.append(_cut(parameter, part, parameter.shape).detach().requires_grad_())
+            leaves[-1].grad = _cut(grad, part, parameter.shape)
+            after.append({} if fresh else {k: _cut(v, part, parameter.shape) for k, v in state.items()} | scalars)
         with torch.no_grad():
-            for part in self._slices(parameter.numel(), state, parameter.shape):
-                local = {} if fresh else {k: _cut(v, part, parameter.shape) for k, v in state.items()} | scalars
-                piece, piece_grad = _cut(parameter, part, parameter.shape), _cut(grad, part, parameter.shape)
-                leaf = piece.detach().requires_grad_()
-                leaf.grad = piece_grad
-                after = dict(local)
-                self._run(name, leaf, after)
-                last = part is None or part.stop >= parameter.numel()
-                self._keep(name, after, state, part, parameter.shape, last)
+            self._run(name, leaves, after)
+            for part, found in zip(parts, after, strict=True):
+                self._keep(name, found, state, part, parameter.shape, part is parts[-1])
 
     def _slices(self, count: int, state: Mapping[str, Tensor], shape: torch.Size) -> Iterator[slice | None]:
         fits = all(tensor.shape == shape or tensor.numel() == 1 for tensor in state.values())
@@ -93,21 +93,26 @@ class UpdateRule:
         for start in range(0, count, SLICE_ELEMENTS):
             yield slice(start, min(start + SLICE_ELEMENTS, count))
 
-    def _run(self, name: str, leaf: Tensor, state: dict[str, Any]) -> None:
-        """The optimizer's own step on one parameter; `state` is what it finds and what it leaves."""
+    def _run(self, name: str, leaves: list[Tensor], states: list[dict[str, Any]]) -> None:
+        """The optimizer's own step on the slices of one parameter; `states` is what it finds and what it leaves.
+
+        Unless it is told to work on all of them at once, it finishes one slice before the next: what it needs of a
+        slice stays in the processor's cache.
+        """
         shadow = object.__new__(type(self.optimizer))
         shadow.__dict__.update(self.optimizer.__dict__)
         shadow.__dict__.pop("step", None)  # a scheduler's wrapper, bound to the user's optimizer
         group = dict(self.optimizer.param_groups[self.group_of[name]])
-        group["params"] = [leaf]
         shadow.param_groups = [group]
-        shadow.state = defaultdict(dict)
-        if state:
-            shadow.state[leaf] = state
-        try:
-            shadow.step()
-        finally:
-            state.update(shadow.state[leaf])
+        pairs = list(zip(leaves, states, strict=True))
+        for batch in [[pair] for pair in pairs] if group.get("foreach") else [pairs]:
+            group["params"] = [leaf for leaf, _ in batch]
+            shadow.state = defaultdict(dict, {leaf: state for leaf, state in batch if state})
+            try:
+                shadow.step()
+            finally:
+                for leaf, state in batch:
+                    state.update(shadow.state[leaf])
 
     def _keep(
         self,
