@@ -139,9 +139,10 @@ def random_plan(rng: random.Random, schedule: str, num_layers: int) -> Plan:
     packs = equal_packs(num_layers, rng.randint(1, 2))
     policy = "recompute" if schedule == "harmony_pp" else rng.choice(("recompute", "evict"))
     stages = equal_packs(num_layers, 2) if schedule in PIPELINES else ()
+    least = max(len(stages) - 1, 1)
     return Plan(
         schedule,
-        rng.randint(1, 3),
+        rng.randint(least, least + 2),
         1,
         packs,
         packs[:-1] if schedule == "harmony" and policy == "recompute" else packs,

@@ -1,4 +1,4 @@
-"""The planned choice against an exhaustive search, and the planner's against the least traffic, on the benchmark's cases."""
+"""What stays against an exhaustive search, and what the planner takes against the least traffic."""
 
 import importlib.util
 import statistics
