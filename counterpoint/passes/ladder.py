@@ -32,7 +32,9 @@ class _Rung:
 def choose(body: Body, budget: int, quick: bool = False) -> None:
     """Keep what moves fewest bytes within the budget; needs alone must fit.
 
-    Large bodies, and all of them when `quick`, get one sweep and what fits after all.
+    Large bodies, and all of them when `quick`, get one sweep and what fits after all. Room that was reserved for
+    overlap counts as needed unless nothing else helps: such bodies get a sweep and exchanges, for on the lower rungs
+    of a ladder it is gone.
     """
     body.keep_all()
     high, size = max(body.occupied()), body.num_positions * len(body.gaps)
@@ -41,6 +43,9 @@ def choose(body: Body, budget: int, quick: bool = False) -> None:
     if quick or size > COARSE:
         sweep(body, budget)
         fill(body, budget)
+    elif any(gap.length < gap.span_length for gap in body.gaps):
+        sweep(body, budget)
+        improve(body, budget, EFFORT)
     elif size > FINE:
         _climb_coarse(body, budget, high)
     else:

@@ -131,7 +131,7 @@ class _DevicePlacer:
         if not self.part.body:
             return Placed((), {})
         body = body_of(self.program, self.device, self.costs, self.lives, pinned, ahead)
-        choose(body, self.budget, quick or ahead > 0)
+        choose(body, self.budget, quick)
         workspace = [self.costs.workspace_bytes(task) for task in self.part.body]
         return Emitter(self.program, self.device, workspace, self.lives, body).place(self.budget, self.homes)
 
