@@ -91,6 +91,8 @@ class _Engine:
         self.absent[group] -= 1
         members = self.run.meetings[group]
         if not self.absent[group] and self._complete(members):
+            for member in members:
+                self.blockers[member] = self.blockers[index]
             self._meet(members, now)
 
     def _complete(self, members: list[int]) -> bool:
