@@ -12,6 +12,7 @@ from counterpoint.decomposer.chain import Chain, Layer
 from counterpoint.profiler.meter import Meter, storage_bytes
 from counterpoint.runtime.frame import Flat, Frame
 from counterpoint.runtime.gradients import discarding
+from counterpoint.runtime.memory_process import trim
 from counterpoint.runtime.optimizer import SLICE_ELEMENTS, UpdateRule
 
 
@@ -59,6 +60,7 @@ def profile_of(
                 break
         for signature, layer in distinct.items():
             known[signature, size] = _measure(frame.chain, layer, size, autocast)
+            trim()
         done.append(size)
     sizes = tuple(done)
     update_ns = _update_ns_per_element(rule, frame)

@@ -32,7 +32,7 @@ from counterpoint.core.task import (
 )
 from counterpoint.core.timeline import MemoryPoint, Span
 from counterpoint.runtime.compute import Compute
-from counterpoint.runtime.memory_process import resident_bytes
+from counterpoint.runtime.memory_process import Headroom, resident_bytes
 from counterpoint.runtime.store import FLAT_KINDS, Store
 
 LANES = ("load", "evict", "drop", "host")
@@ -55,8 +55,11 @@ class _Job:
 class Executor:
     """Runs tasks in list order on one device. Use `run` for a section, `drain` before looking at what is at home."""
 
-    def __init__(self, store: Store, compute: Compute, costs: Costs, budget: int) -> None:
+    def __init__(
+        self, store: Store, compute: Compute, costs: Costs, budget: int, headroom: Headroom | None = None
+    ) -> None:
         self.store, self.compute, self.costs, self.budget = store, compute, costs, budget
+        self.headroom = headroom
         self.outline = store.frame.outline
         self.error: BaseException | None = None
         self.spans: list[Span] = []
@@ -174,6 +177,8 @@ class Executor:
                 for old, new in renames(task, self.outline):
                     self.store.rename(old, new)
             case Load(buffer, _):
+                if self.headroom:
+                    self.headroom.make(self.costs.buffer_bytes(buffer))
                 self.store.load(buffer)
             case Evict(buffer, _):
                 self.store.evict(buffer)
@@ -187,11 +192,15 @@ class Executor:
 
     def _make_room(self, task: Forward | Backward) -> None:
         """Unmap free regions where torch is about to allocate outside the pool."""
+        born = 0
         for buffer in writes(task, self.outline):
             if buffer.kind not in FLAT_KINDS and buffer not in self.store.values:
                 self.outside[buffer] = self.costs.buffer_bytes(buffer)
-        needed = sum(self.outside.values()) + self.costs.workspace_bytes(task)
-        self.store.pool.shrink(max(0, self.budget - needed))
+                born += self.outside[buffer]
+        workspace = self.costs.workspace_bytes(task)
+        self.store.pool.shrink(max(0, self.budget - sum(self.outside.values()) - workspace))
+        if self.headroom:
+            self.headroom.make(born + workspace)
 
     def _record(self, job: _Job) -> None:
         start, end = job.start_ns - self.origin_ns, job.end_ns - self.origin_ns

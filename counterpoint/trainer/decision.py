@@ -1,6 +1,5 @@
 """A profile and a memory budget -> the plan, its program and its forecast; or the smallest budget that would do."""
 
-import contextlib
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -65,16 +64,17 @@ def _found(profile: Profile, machine: Machine, freedom: Freedom) -> tuple[Machin
     """The fastest plan; layers whose update would take half the memory may be updated at home if `freedom` allows."""
     budget = machine.devices[0].capacity_bytes
     large = [i for i, cost in enumerate(profile.layers) if _update_bytes(cost) * 2 > budget]
-    host_layers = tuple(layer for layer in large if layer in freedom.host_layers)
-    smaller = _beside_staging(machine, host_layers)
-    if not host_layers:
-        return machine, search(profile, machine, replace(freedom, host_layers=()))
-    found = smaller, search(profile, smaller, replace(freedom, host_layers=host_layers))
-    with contextlib.suppress(BudgetError):
-        other = search(profile, machine, replace(freedom, host_layers=()))
-        if other.timeline.step_ns <= found[1].timeline.step_ns:
-            return machine, other
-    return found
+    found: list[tuple[Machine, Candidate]] = []
+    smallest: list[int] = []
+    for host_layers in dict.fromkeys(((), tuple(layer for layer in large if layer in freedom.host_layers))):
+        smaller = _beside_staging(machine, host_layers)
+        try:
+            found.append((smaller, search(profile, smaller, replace(freedom, host_layers=host_layers))))
+        except BudgetError as error:
+            smallest += [(error.smallest_bytes or 0) + (STAGING_BYTES if host_layers else 0)]
+    if not found:
+        raise BudgetError("no plan fits, with updates on the device or at home", min(smallest))
+    return min(found, key=lambda pair: pair[1].timeline.step_ns)
 
 
 def _update_bytes(cost: LayerCost) -> int:
@@ -86,7 +86,7 @@ def _beside_staging(machine: Machine, host_layers: tuple[int, ...]) -> Machine:
     if not host_layers:
         return machine
     device = machine.devices[0]
-    return replace(machine, devices=(replace(device, capacity_bytes=device.capacity_bytes - STAGING_BYTES),))
+    return replace(machine, devices=(replace(device, capacity_bytes=max(1, device.capacity_bytes - STAGING_BYTES)),))
 
 
 def _with_home_updates(profile: Profile, machine: Machine) -> Profile:

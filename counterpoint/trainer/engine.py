@@ -23,7 +23,7 @@ from counterpoint.runtime.home import unused_sizes
 from counterpoint.runtime.home_update import STAGING_BYTES as HOME_STAGING_BYTES
 from counterpoint.runtime.home_update import HomeUpdate
 from counterpoint.runtime.memory import Pool
-from counterpoint.runtime.memory_process import resident_bytes, trim
+from counterpoint.runtime.memory_process import Headroom, resident_bytes, trim
 from counterpoint.runtime.rescue import bring_home, discard
 from counterpoint.runtime.store import STAGING_BYTES, Store, home_sizes
 from counterpoint.trainer.chosen_plan import ChosenPlan
@@ -94,7 +94,7 @@ class Engine:
         if self.plan.host_layers:
             self.compute.updates.home = HomeUpdate(self.store, parts.rule)
         costs = Costs(self.profile, self.plan)
-        self.executor = Executor(self.store, self.compute, costs, budget)
+        self.executor = Executor(self.store, self.compute, costs, budget, Headroom(self.base_bytes + budget))
         self._evaluator = Evaluator(self.executor, self.compute, costs, self.plan, budget)
 
     def run(self, step: Step) -> None:
