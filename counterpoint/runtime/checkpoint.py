@@ -46,7 +46,7 @@ def write_checkpoint(folder: Path, store: Store, buffers: Mapping[str, Tensor], 
     """Whole or not at all; an older checkpoint of this name stays until the new one is complete."""
     data = {name: encode(getattr(facts, name), name) for name in Facts.__slots__}
     with whole_folder(folder, (FACTS,)) as unfinished:
-        weights: dict[str, Source] = {**parameter_places(store.frame), **buffers}
+        weights: dict[str, Source] = {**parameter_places(store.frame, store.names), **buffers}
         sizes = {
             WEIGHTS: write_tensors(unfinished / WEIGHTS, weights, store, {"format": "pt"}),
             OPTIMIZER: write_tensors(unfinished / OPTIMIZER, dict(_states(store)), store, {"format": "pt"}),
@@ -80,7 +80,7 @@ def read_facts(folder: Path) -> Facts:
 def read_checkpoint(folder: Path, store: Store, buffers: dict[str, Tensor]) -> None:
     """Bring a checkpoint's tensors home. Names and shapes are compared before anything is changed."""
     weights, states = read_layout(folder / WEIGHTS), read_layout(folder / OPTIMIZER)
-    places = parameter_places(store.frame)
+    places = parameter_places(store.frame, store.names)
     present = {layer: _layer_states(store, layer) for layer in range(store.frame.num_layers)}
     fresh = {layer for layer, found in present.items() if not any(name in states for name in found)}
     expected = {name: place for layer, found in present.items() if layer not in fresh for name, place in found.items()}
@@ -105,7 +105,7 @@ def _states(store: Store) -> Mapping[str, Source]:
 
 
 def _layer_states(store: Store, layer: int) -> dict[str, Place]:
-    return {f"{parameter}:{key}": place for (parameter, key), place in state_places(store.states, layer).items()}
+    return {f"{parameter}:{key}": place for (parameter, key), place in state_places(store.states, layer, store.names).items()}
 
 
 def _refuse_other(path: Path, found: Mapping[str, Stretch], expected: Mapping[str, Source]) -> None:

@@ -6,7 +6,7 @@ how layers are packed.
 """
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,6 +15,7 @@ from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 from counterpoint.core.program import forward_values
 from counterpoint.core.task import (
+    AllReduce,
     Backward,
     Buffer,
     Clip,
@@ -34,9 +35,13 @@ from counterpoint.runtime.optimizer import UpdateRule
 from counterpoint.runtime.saved import SavedTensors, WeightView
 from counterpoint.runtime.step import Step
 from counterpoint.runtime.store import Store
-from counterpoint.runtime.updates import Updates
+from counterpoint.runtime.updates import Exchange, Total, Updates
 
 __all__ = ["Compute", "Step"]
+
+
+def _nothing(step: Step) -> None:
+    """Nobody else waits for the losses."""
 
 
 @dataclass(slots=True)
@@ -71,6 +76,8 @@ class Compute:
         self.started: dict[Buffer, set[str]] = {}
         self.updates = Updates(frame, store, rule, max_grad_norm, self.started)
         self.training = True
+        self.num_losses = num_microbatches
+        self.on_losses: Callable[[Step], None] = _nothing
 
     def forward(self, task: Forward) -> None:
         """Run layers; leave the values that others read, and graphs where saved tensors are kept."""
@@ -108,8 +115,11 @@ class Compute:
     def norm(self, task: Norm) -> None:
         self.updates.norm(task, self.steps[task.step])
 
-    def clip(self, task: Clip) -> None:
-        self.updates.clip(self.steps[task.step])
+    def clip(self, task: Clip, exchange: Exchange | None = None) -> None:
+        self.updates.clip(self.steps[task.step], exchange)
+
+    def reduce(self, task: AllReduce, total: Total) -> None:
+        self.updates.reduce(task, total)
 
     def update(self, task: Update) -> None:
         self.updates.update(task, self.steps[task.step])
@@ -127,7 +137,7 @@ class Compute:
         inputs = [self._input(value, microbatch, values) for value in spec.inputs]
         if leaves:
             trains = [self.chain.values[value].needs_grad for value in spec.inputs]
-            inputs = [e.enter(t) if grad else t for e, t, grad in zip(entrances, inputs, trains, strict=True)]
+            inputs = [e.enter(t) if train else t for e, t, train in zip(entrances, inputs, trains, strict=True)]
         parameters = self._parameters(layer, version, leaves)
         again = self.training and (layer, microbatch) in self.forwarded
         buffers = self.forwarded[layer, microbatch] if again else {name: self.buffers[name] for name in spec.buffers}
@@ -182,7 +192,15 @@ class Compute:
         for value, output in zip(self.chain.layers[layer].outputs, outputs, strict=True):
             values[value] = output.detach()
             if value == self.chain.loss:
-                self.steps[microbatch // self.num_microbatches].losses[microbatch] = output.detach()
+                self._take_loss(microbatch, output.detach())
+
+    def _take_loss(self, microbatch: int, loss: Tensor) -> None:
+        """Recomputations find it there already; whoever waits for the losses of this device's share is told."""
+        step = self.steps[microbatch // self.num_microbatches]
+        known = len(step.losses)
+        step.losses[microbatch] = loss
+        if known < len(step.losses) == self.num_losses:
+            self.on_losses(step)
 
     def _forget_used(self, layer: int, values: dict[int, Tensor], keep: set[int]) -> None:
         for value in self.chain.layers[layer].inputs:

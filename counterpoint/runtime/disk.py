@@ -37,7 +37,8 @@ class Disk:
 
     Keys of `sizes` are laid out in their order; `scratch_bytes` more are reserved for keys added later. All space is
     taken here, so a disk that is too small is refused before the start. The file is removed when the disk is closed,
-    collected or left behind at exit.
+    collected or left behind at exit. With `make` False it is that of another process of the same run, which made it
+    with the same sizes.
     """
 
     def __init__(
@@ -49,6 +50,7 @@ class Disk:
         num_threads: int = NUM_THREADS,
         chunk_bytes: int = CHUNK_BYTES,
         direct: bool = True,
+        make: bool = True,
     ) -> None:
         if num_threads < 1 or chunk_bytes < BLOCK_BYTES or chunk_bytes % BLOCK_BYTES:
             raise ValueError(f"need threads and whole blocks, not {num_threads} threads and {chunk_bytes}-byte chunks")
@@ -58,8 +60,9 @@ class Disk:
         for key, num_bytes in sizes.items():
             self._extents.add(key, num_bytes)
         with contextlib.ExitStack() as stack:
-            stack.callback(_lock(self.folder).release)
-            self._file = File(self.folder / "extents.bin", direct=direct)
+            if make:
+                stack.callback(_lock(self.folder).release)
+            self._file = File(self.folder / "extents.bin", direct=direct, make=make)
             stack.callback(self._file.remove)
             self._file.reserve(self._extents.end_bytes + scratch_bytes)
             self._readers = stack.enter_context(Threads("read", num_threads, chunk_bytes))

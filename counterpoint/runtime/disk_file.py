@@ -25,10 +25,12 @@ _ADVICE = {
 class File:
     """One preallocated file moved in whole blocks: O_DIRECT where it works, else without leaving a page cache."""
 
-    def __init__(self, path: Path, *, direct: bool = True) -> None:
-        self.path = path
+    def __init__(self, path: Path, *, direct: bool = True, make: bool = True) -> None:
+        self.path, self._made = path, make
         self.reserved_bytes = 0
-        self.buffered_descriptor = _open(path, os.O_CREAT | os.O_TRUNC)
+        self.buffered_descriptor = _open(path, os.O_CREAT | os.O_TRUNC if make else 0)
+        if not make:
+            self.reserved_bytes = self._size()
         self._direct_descriptor = _open_direct(path) if direct else -1
         self.direct = self._direct_descriptor >= 0
         self._descriptor = self._direct_descriptor if self.direct else self.buffered_descriptor
@@ -82,7 +84,8 @@ class File:
     def remove(self) -> None:
         for descriptor in {self.buffered_descriptor, self._descriptor}:
             os.close(descriptor)
-        self.path.unlink(missing_ok=True)
+        if self._made:
+            self.path.unlink(missing_ok=True)
 
     def _size(self) -> int:
         return os.fstat(self.buffered_descriptor).st_size

@@ -1,15 +1,21 @@
 """A program's tasks into work on lanes, and the timeline of when each ran.
 
 The caller's thread is the compute lane. It walks the list, hands every other task to its lane and runs computations
-itself. Whoever a task waits for is what `core/edges.py` says, the same as in the simulator.
+itself. Whoever a task waits for is what `core/edges.py` says, the same as in the simulator. A receive is posted as
+soon as its memory is allowed for, not only when the one before it has arrived.
+
+A thread that waits for a lost peer cannot be woken. It is left behind; whoever waits for it is told after a moment.
 """
 
 import itertools
 import queue
 import threading
 import time
-from collections.abc import Iterable
-from typing import assert_never
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any, assert_never
+
+from torch import Tensor
 
 from counterpoint.core.costs import Costs
 from counterpoint.core.edges import HomeWriters, Scan
@@ -34,43 +40,69 @@ from counterpoint.core.timeline import MemoryPoint, Span
 from counterpoint.runtime.compute import Compute
 from counterpoint.runtime.memory_process import Headroom, resident_bytes
 from counterpoint.runtime.store import FLAT_KINDS, Store
+from counterpoint.runtime.transport import Transport
 
 LANES = ("load", "evict", "drop", "host")
+ASIDE = "aside"
 WATCHDOG_SECONDS = 600
+_LOOK_SECONDS = 0.25
+_JOIN_SECONDS = 2.0
 
 
 class _Job:
     """A task under way: what it waits for, and when it ran."""
 
-    __slots__ = ("blocker", "done", "end_ns", "lane", "predecessors", "start_ns", "step", "task")
+    __slots__ = ("blocker", "call", "done", "end_ns", "lane", "predecessors", "result", "start_ns", "step", "task")
 
-    def __init__(self, task: Task, lane_name: str, predecessors: list["_Job"], step: int) -> None:
+    def __init__(self, task: Task | None, lane_name: str, predecessors: list["_Job"], step: int) -> None:
         self.task, self.lane, self.step = task, lane_name, step
         self.predecessors = predecessors
         self.done = threading.Event()
         self.start_ns = self.end_ns = 0
         self.blocker: Task | None = None
+        self.call: Callable[[], Any] | None = None
+        self.result: Any = None
 
 
 class Executor:
-    """Runs tasks in list order on one device. Use `run` for a section, `drain` before looking at what is at home."""
+    """Runs tasks in list order on one device. Use `run` for a section, `drain` before looking at what is at home.
+
+    `lanes` are those of a device among others, which `transport` reaches; `explain` says why one of them is gone.
+    """
 
     def __init__(
-        self, store: Store, compute: Compute, costs: Costs, budget: int, headroom: Headroom | None = None
+        self,
+        store: Store,
+        compute: Compute,
+        costs: Costs,
+        budget: int,
+        headroom: Headroom | None = None,
+        device: int = 0,
+        lanes: Iterable[str] = (),
+        transport: Transport | None = None,
+        explain: Callable[[str], str] = str,
     ) -> None:
         self.store, self.compute, self.costs, self.budget = store, compute, costs, budget
         self.headroom = headroom
+        self.device, self.transport, self.explain = device, transport, explain
+        self.lost = False
+        self._awaited: Task | None = None
+        self._active: dict[str, Task] = {}
+        self._ended = False
+        store.stopped = lambda: self.lost or self._ended or self.error is not None
         self.outline = store.frame.outline
         self.error: BaseException | None = None
         self.spans: list[Span] = []
         self.memory: list[MemoryPoint] = []
         self.origin_ns = time.monotonic_ns()
         self.outside: dict[object, int] = {}
-        self._queues: dict[str, queue.SimpleQueue[_Job | None]] = {name: queue.SimpleQueue() for name in LANES}
-        self._threads = [
-            threading.Thread(target=self._serve, args=(name,), name=f"counterpoint {name}", daemon=True)
-            for name in LANES
-        ]
+        names = dict.fromkeys((*LANES, *(name for name in lanes if name != "compute"), *([ASIDE] if transport else [])))
+        self._queues: dict[str, queue.SimpleQueue[_Job | None]] = {name: queue.SimpleQueue() for name in names}
+        self._threads = [self._thread(name, partial(self._serve, name)) for name in names]
+        self._arrivals: dict[str, queue.SimpleQueue[_Job | None]] = {}
+        for name in (name for name in names if name.startswith("receive")):
+            self._arrivals[name] = queue.SimpleQueue()
+            self._threads.append(self._thread(f"{name} arrivals", partial(self._serve_arrivals, name)))
         for thread in self._threads:
             thread.start()
         self.restart()
@@ -86,12 +118,21 @@ class Executor:
         """Run a section; returns when its computations are done, transfers may still be under way."""
         for task in tasks:
             job = self._submit(task, step)
-            if job.lane == "compute" or job.lane == "reduce":
+            if job.lane in self._queues:
+                self._queues[job.lane].put(job)
+            else:
                 self._run(job)
                 self._raise()
-            else:
-                self._queues[job.lane].put(job)
         self._prune()
+
+    def aside(self, call: Callable[[], Any]) -> Any:
+        """Do something that waits for peers; unlike the call itself, this ends when a peer is lost."""
+        job = _Job(None, ASIDE, [], -1)
+        job.call = call
+        self._queues[ASIDE].put(job)
+        self._wait(job)
+        self._raise()
+        return job.result
 
     def drain(self) -> None:
         """Wait until every lane is empty."""
@@ -117,17 +158,37 @@ class Executor:
         """Drop the record of a step that was undone."""
         self.spans[:] = [span for span in self.spans if span.step != step]
 
+    def lose(self, text: str) -> None:
+        """A peer is gone: whoever waits is told, and what for."""
+        if self.error is None:
+            self.error = ExecutionError(text + self._waiting())
+        self.lost = True
+
     def close(self) -> None:
-        """End the lanes; what they hold is finished or, after an error, skipped."""
-        for name in LANES:
-            self._queues[name].put(None)
+        """End the lanes; what they hold is finished or, after an error, skipped; what waits for a peer is left."""
+        self._ended = True
+        for waiting in (*self._queues.values(), *self._arrivals.values()):
+            waiting.put(None)
+        end = time.monotonic() + _JOIN_SECONDS
         for thread in self._threads:
-            thread.join()
+            thread.join(max(0.0, end - time.monotonic()) if self.transport is not None else None)
+
+    def _thread(self, name: str, work: Callable[[], None]) -> threading.Thread:
+        return threading.Thread(target=work, name=f"counterpoint {name}", daemon=True)
+
+    def _waiting(self) -> str:
+        """What this device waits for, for an error."""
+        awaited = [self._awaited] if self._awaited is not None else []
+        tasks = dict.fromkeys(dump_task(task) for task in (*awaited, *tuple(self._active.values())))
+        return f"; device {self.device} was waiting for {', '.join(tasks)}" if tasks else ""
 
     def _submit(self, task: Task, step: int) -> _Job:
         name = lane(task)
         before = self._scan.add(self._count, task, name)
-        job = _Job(task, name, [self._jobs[index] for index in before if index in self._jobs], step)
+        jobs = [self._jobs[index] for index in before if index in self._jobs]
+        if isinstance(task, Receive):
+            jobs = [job for job in jobs if job.lane != name]
+        job = _Job(task, name, jobs, step)
         self._jobs[self._count] = job
         self._count += 1
         return job
@@ -136,8 +197,13 @@ class Executor:
         while (job := self._queues[name].get()) is not None:
             self._run(job)
 
+    def _serve_arrivals(self, name: str) -> None:
+        while (job := self._arrivals[name].get()) is not None:
+            self._finish(job)
+
     def _run(self, job: _Job) -> None:
         """Wait for what the task needs, do it, tell the others; after an error only the telling is left."""
+        posted = False
         try:
             for other in job.predecessors:
                 if not other.done.is_set():
@@ -145,20 +211,80 @@ class Executor:
                     self._wait(other)
             if self.error is None:
                 job.start_ns = time.monotonic_ns()
-                self._perform(job.task)
+                posted = self._begin(job)
         except BaseException as error:
-            if self.error is None:
-                self.error = error
+            self._fail(job, error)
         finally:
-            job.end_ns = time.monotonic_ns()
+            if not posted:
+                self._settle(job)
+
+    def _begin(self, job: _Job) -> bool:
+        """Do a task, or begin it: whether someone else will finish it."""
+        if job.call is not None:
+            job.result = job.call()
+        elif isinstance(job.task, Receive):
+            assert self.transport is not None
+            self._active[job.lane] = job.task
+            self.outside[job.task.buffer] = self.costs.buffer_bytes(job.task.buffer)
+            job.call = self.transport.post(job.task.buffer[:2], job.task.peer)
+            self._arrivals[job.lane].put(job)
+            return True
+        elif isinstance(job.task, Send | AllReduce | Clip) and job.lane in self._queues:
+            self._active[job.lane] = job.task
+            self._perform(job.task)
+            self._active.pop(job.lane, None)
+        elif job.task is not None:
+            self._perform(job.task)
+        return False
+
+    def _finish(self, job: _Job) -> None:
+        """Take what has arrived; gradients are added to what is there."""
+        try:
+            assert job.call is not None
+            assert isinstance(job.task, Receive)
+            self._active[job.lane] = job.task
+            tensor = job.call() if self.error is None else None
+            if tensor is not None:
+                self.store.take(job.task.buffer, tensor)
+            self._active.pop(job.lane, None)
+        except BaseException as error:
+            self._fail(job, error)
+        finally:
+            job.call = None
+            self._settle(job)
+
+    def _settle(self, job: _Job) -> None:
+        job.end_ns = time.monotonic_ns()
+        if job.task is not None:
             self._record(job)
-            job.predecessors = []
-            job.done.set()
+        job.predecessors = []
+        job.done.set()
+
+    def _fail(self, job: _Job, error: BaseException) -> None:
+        """The first error counts; that of a message is a lost peer, which may have said why."""
+        if self.error is not None:
+            return
+        waits = job.lane == ASIDE or isinstance(job.task, Send | Receive | AllReduce | Clip)
+        if self.transport is not None and waits and isinstance(error, RuntimeError):
+            reason = self.explain(f"a peer is gone ({str(error).splitlines()[0][:200]})")
+            self.lose(reason)
+        else:
+            self.error = error
 
     def _wait(self, job: _Job) -> None:
-        while not job.done.wait(WATCHDOG_SECONDS):
-            if self.error is None:
-                raise ExecutionError(f"nothing happened for {WATCHDOG_SECONDS} s; waiting for {dump_task(job.task)}")
+        """Ends early when a peer is lost: the job may be left waiting for it for ever."""
+        main = threading.current_thread() is threading.main_thread()
+        if main:
+            self._awaited = job.task
+        since = time.monotonic()
+        while not job.done.wait(_LOOK_SECONDS if self.transport is not None else WATCHDOG_SECONDS):
+            if self.lost and self.error is not None:
+                raise self.error
+            if self.error is None and time.monotonic() - since >= WATCHDOG_SECONDS:
+                what = "what the peers say" if job.task is None else dump_task(job.task)
+                raise ExecutionError(f"nothing happened for {WATCHDOG_SECONDS} s; waiting for {what}")
+        if main:
+            self._awaited = None
 
     def _perform(self, task: Task) -> None:
         match task:
@@ -170,8 +296,8 @@ class Executor:
                 self.compute.backward(task)
             case Norm():
                 self.compute.norm(task)
-            case Clip():
-                self.compute.clip(task)
+            case Clip(_, peers):
+                self.compute.clip(task, None if len(peers) == 1 else partial(self._exchange, peers))
             case Update():
                 self.compute.update(task)
                 for old, new in renames(task, self.outline):
@@ -185,10 +311,21 @@ class Executor:
             case Drop(buffer):
                 self.store.drop(buffer)
                 self.outside.pop(buffer, None)
+            case Send(buffer, peer) if self.transport is not None:
+                held = self.store.values.get(buffer)
+                self.transport.send(buffer[:2], None if held is None else held.tensor, peer)
+            case AllReduce(peers=peers) if self.transport is not None:
+                transport = self.transport
+                self.compute.reduce(task, lambda flats, started: transport.reduce(flats, started, peers))
             case Send() | Receive() | AllReduce():
                 raise ExecutionError(f"{dump_task(task)} needs several devices, this run has one")
             case _:
                 assert_never(task)
+
+    def _exchange(self, peers: tuple[int, ...], norms: Tensor) -> Iterable[Tensor]:
+        assert self.transport is not None
+        found = self.transport.exchange_norms(norms, peers)
+        return [found[peer] for peer in peers if peer != self.device]
 
     def _make_room(self, task: Forward | Backward) -> None:
         """Unmap free regions where torch is about to allocate outside the pool."""
@@ -204,7 +341,7 @@ class Executor:
 
     def _record(self, job: _Job) -> None:
         start, end = job.start_ns - self.origin_ns, job.end_ns - self.origin_ns
-        self.spans.append(Span(0, job.lane, job.task, start, end, job.step, job.blocker))
+        self.spans.append(Span(self.device, job.lane, job.task, start, end, job.step, job.blocker))
         if job.lane == "compute":
             self.memory.append(MemoryPoint("process", end, resident_bytes()))
 
@@ -217,6 +354,7 @@ class Executor:
         raise ExecutionError(f"a task failed: {type(error).__name__}: {error}") from error
 
     def _prune(self) -> None:
+        self._scan.home.foreign.clear()  # whoever wrote it, the store waits for it
         done = [index for index, job in self._jobs.items() if job.done.is_set()]
         for index in done:
             del self._jobs[index]

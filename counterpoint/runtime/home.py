@@ -8,6 +8,7 @@ import torch
 
 from counterpoint.decomposer.chain import NO_LAYER, Chain
 from counterpoint.runtime.frame import Flat, Frame, Slot
+from counterpoint.runtime.home_names import HomeNames
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,24 +25,27 @@ class Place:
         return prod(self.shape) * self.dtype.itemsize
 
 
-def parameter_places(frame: Frame) -> dict[str, Place]:
-    """Every parameter of the model in its order, also those that no layer uses."""
+def parameter_places(frame: Frame, names: HomeNames | None = None, number: int = 0) -> dict[str, Place]:
+    """Every parameter of the model in its order, also those that no layer uses; weights of version `number`."""
+    names = names or HomeNames()
     found: dict[str, Place] = {}
-    for kind, flats in (("weight", frame.weights), ("constant", frame.constants)):
-        for layer, flat in enumerate(flats):
-            found |= {slot.name: _place(f"{kind} {layer}", slot) for slot in flat.slots}
+    for layer in range(frame.num_layers):
+        found |= {slot.name: _place(names.weight(layer, number), slot) for slot in frame.weights[layer].slots}
+        found |= {slot.name: _place(f"constant {layer}", slot) for slot in frame.constants[layer].slots}
     for name, spec in frame.chain.parameters.items():
         if spec.owner == NO_LAYER:
             found[name] = Place(_unused_key(name), 0, spec.shape, spec.dtype)
     return {name: found[name] for name in frame.chain.parameters}
 
 
-def state_places(states: tuple[Flat, ...], layer: int) -> dict[tuple[str, str], Place]:
+def state_places(
+    states: tuple[Flat, ...], layer: int, names: HomeNames | None = None
+) -> dict[tuple[str, str], Place]:
     """A layer's optimizer state by parameter and key."""
-    found = {}
+    found, place = {}, (names or HomeNames()).state(layer)
     for slot in states[layer].slots:
         parameter, _, key = slot.name.rpartition("\0")
-        found[parameter, key] = _place(f"state {layer}", slot)
+        found[parameter, key] = _place(place, slot)
     return found
 
 

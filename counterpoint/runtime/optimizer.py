@@ -48,6 +48,7 @@ class UpdateRule:
                     )
                 self.group_of[names[id(parameter)]] = index
         self.scalars: dict[str, dict[str, Any]] = {}
+        self.groups: list[dict[str, Any]] | None = None  # settings to use instead of the optimizer's own
 
     def state_tensors(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[StateTensor, ...]:
         """The state that one step leaves for a parameter of this shape, found by a step on a stand-in."""
@@ -102,7 +103,7 @@ class UpdateRule:
         shadow = object.__new__(type(self.optimizer))
         shadow.__dict__.update(self.optimizer.__dict__)
         shadow.__dict__.pop("step", None)  # a scheduler's wrapper, bound to the user's optimizer
-        group = dict(self.optimizer.param_groups[self.group_of[name]])
+        group = dict((self.groups or self.optimizer.param_groups)[self.group_of[name]])
         shadow.param_groups = [group]
         pairs = list(zip(leaves, states, strict=True))
         for batch in [[pair] for pair in pairs] if group.get("foreach") else [pairs]:

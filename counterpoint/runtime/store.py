@@ -6,7 +6,7 @@ born wherever torch makes them and come back from home as regions.
 
 import ctypes
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from math import prod
 
@@ -14,11 +14,13 @@ import torch
 from torch import Tensor
 
 from counterpoint.core.errors import ExecutionError
-from counterpoint.core.task import Buffer
+from counterpoint.core.task import Buffer, BufferKind
 from counterpoint.runtime.disk import Disk
 from counterpoint.runtime.frame import BLOCK_BYTES, Flat, Frame
+from counterpoint.runtime.home_names import HomeNames
 from counterpoint.runtime.memory import Pool, Region
 from counterpoint.runtime.saved import SavedTensors, restrided
+from counterpoint.runtime.versions import Versions
 
 STAGING_BYTES = 8 << 20
 FLAT_KINDS = frozenset(("weight", "constant", "grad", "state"))
@@ -52,11 +54,27 @@ class Counters:
 
 
 class Store:
-    """The device's buffers. `generations` steps of passing buffers may be at home at once."""
+    """The device's buffers. What lasts lies on `disk`, which devices of a server may share; what passes on `passing`.
 
-    def __init__(self, frame: Frame, states: tuple[Flat, ...], disk: Disk, pool: Pool, num_microbatches: int) -> None:
+    `versions`, where devices share a home, says which version of a weight is there; `stopped` whether nobody will bring
+    a newer one any more.
+    """
+
+    def __init__(
+        self,
+        frame: Frame,
+        states: tuple[Flat, ...],
+        disk: Disk,
+        pool: Pool,
+        num_microbatches: int,
+        names: HomeNames | None = None,
+        passing: Disk | None = None,
+        versions: Versions | None = None,
+    ) -> None:
         self.frame, self.states, self.disk, self.pool = frame, states, disk, pool
         self.num_microbatches = num_microbatches
+        self.names, self.passing, self.versions = names or HomeNames(), passing or disk, versions
+        self.stopped: Callable[[], bool] = lambda: False
         self.regions: dict[Buffer, Region] = {}
         self.values: dict[Buffer, _Held] = {}
         self.forms: dict[Buffer, _Form] = {}
@@ -82,6 +100,10 @@ class Store:
         region = self.regions[buffer]
         return {s.name: region.tensor(s.dtype, s.shape, s.offset_bytes) for s in self.flat(buffer).slots}
 
+    def whole(self, buffer: Buffer, dtype: torch.dtype) -> Tensor:
+        """All of a flat buffer as one tensor, gaps between its slots included."""
+        return self.regions[buffer].tensor(dtype, (self.flat(buffer).num_bytes // dtype.itemsize,))
+
     def make(self, buffer: Buffer) -> bool:
         """Give a flat buffer a region unless it has one; whether it was made."""
         if buffer in self.regions:
@@ -94,6 +116,13 @@ class Store:
 
     def put(self, buffer: Buffer, tensor: Tensor) -> None:
         self.values[buffer] = _Held(tensor)
+
+    def take(self, buffer: Buffer, tensor: Tensor) -> None:
+        """A value that came from another device; gradients are added to what is here."""
+        if buffer.kind == "activation_grad" and buffer in self.values:
+            tensor = tensor + self.values[buffer].tensor
+            self.drop(buffer)
+        self.put(buffer, tensor)
 
     def get(self, buffer: Buffer) -> Tensor:
         return self.values[buffer].tensor
@@ -114,18 +143,28 @@ class Store:
 
     def evict(self, buffer: Buffer) -> None:
         if buffer.kind in FLAT_KINDS:
-            key = self.key(buffer)
-            if buffer.kind == "grad":
-                self._make_room(key, self.flat(buffer).num_bytes)
-            if self.flat(buffer).num_bytes:  # an optimizer may keep no state
-                self.disk.write(key, self.regions[buffer]).wait()
-                self.count(evicted=self.flat(buffer).num_bytes)
+            self._evict_flat(buffer)
         elif buffer.kind == "saved":
             pieces = self.saved[buffer].storages
             assert pieces is not None
             self._write_pieces(self.key(buffer), pieces)
         else:
             self._evict_value(buffer)
+
+    def _evict_flat(self, buffer: Buffer) -> None:
+        key, num_bytes = self.key(buffer), self.flat(buffer).num_bytes
+        if buffer.kind == "grad":
+            self._make_room(key, num_bytes)
+        if num_bytes:  # an optimizer may keep no state
+            disk = self.passing if buffer.kind == "grad" else self.disk
+            disk.write(key, self.regions[buffer]).wait()
+            self.count(evicted=num_bytes)
+            self.announce(buffer)
+
+    def announce(self, buffer: Buffer) -> None:
+        """Tell the devices that share this home that a buffer is there."""
+        if self.versions is not None and buffer.kind == "weight":
+            self.versions.put(self.key(buffer), self.names.base + buffer.number)
 
     def drop(self, buffer: Buffer) -> None:
         if buffer.kind in FLAT_KINDS:
@@ -145,7 +184,7 @@ class Store:
     def forget_passing(self) -> None:
         """Nothing that was only passing is needed any more: give its room at home back."""
         for key in self.passing_keys:
-            self.disk.release(key)
+            self.passing.release(key)
         self.passing_keys.clear()
         self.forms.clear()
         self.saved.clear()
@@ -154,14 +193,18 @@ class Store:
         """A buffer's name at home; what passes reuses its room two steps later."""
         kind, owner, number = buffer
         if kind in ("weight", "constant", "state"):
-            return f"{kind} {owner}"
+            return self.names.lasting(buffer)
         return f"{kind} {owner} {number % (2 if kind == 'grad' else 2 * self.num_microbatches)}"
 
     def _load_flat(self, buffer: Buffer) -> None:
         num_bytes = self.flat(buffer).num_bytes
         region = self.pool.allocate(num_bytes)
         if num_bytes and not (buffer.kind == "state" and buffer.owner in self.fresh_states):
-            self.disk.read(self.key(buffer), region).wait()
+            key = self.key(buffer)
+            if self.versions is not None and buffer.kind == "weight":
+                self.versions.wait(key, self.names.base + buffer.number, self.stopped)
+            disk = self.passing if buffer.kind == "grad" else self.disk
+            disk.read(key, region).wait()
             self.count(loaded=region.num_bytes)
         self.regions[buffer] = region
 
@@ -184,7 +227,7 @@ class Store:
 
     def _read_back(self, key: str, num_bytes: int) -> Region:
         region = self.pool.allocate(num_bytes)
-        self.disk.read(key, region).wait()
+        self.passing.read(key, region).wait()
         self.count(loaded=num_bytes)
         return region
 
@@ -202,8 +245,8 @@ class Store:
         if self.passing_keys.get(key, -1) >= num_bytes:
             return
         if key in self.passing_keys:
-            self.disk.release(key)
-        self.disk.add(key, num_bytes)
+            self.passing.release(key)
+        self.passing.add(key, num_bytes)
         self.passing_keys[key] = num_bytes
 
     def _write_pieces(self, key: str, pieces: Iterable[Tensor]) -> None:
@@ -220,12 +263,12 @@ class Store:
                 ctypes.memmove(self._staging[turn].address + filled, piece.data_ptr() + done, part)
                 done, filled = done + part, _blocks(filled + part)
                 if filled >= STAGING_BYTES:
-                    pending[turn] = self.disk.write(key, self._staging[turn].view(0, filled), written)
+                    pending[turn] = self.passing.write(key, self._staging[turn].view(0, filled), written)
                     written, filled, turn = written + filled, 0, 1 - turn
                     if pending[turn] is not None:
                         pending[turn].wait()  # type: ignore[attr-defined]
         if filled:
-            pending[turn] = self.disk.write(key, self._staging[turn].view(0, filled), written)
+            pending[turn] = self.passing.write(key, self._staging[turn].view(0, filled), written)
         for transfer in pending:
             if transfer is not None:
                 transfer.wait()  # type: ignore[attr-defined]
@@ -243,13 +286,13 @@ class Store:
     def fill(self, name: str, tensor: Tensor) -> None:
         """Put a parameter's first content home."""
         spec = self.frame.chain.parameters[name]
-        kind = "weight" if spec.requires_grad else "constant"
+        kind: BufferKind = "weight" if spec.requires_grad else "constant"
         flat = (self.frame.weights if spec.requires_grad else self.frame.constants)[spec.owner]
         slot = next(slot for slot in flat.slots if slot.name == name)
         if tuple(tensor.shape) != slot.shape:
             raise ExecutionError(f"parameter {name!r} has shape {tuple(tensor.shape)} here, {slot.shape} in the model")
         source = tensor.detach().to(slot.dtype).contiguous().view(-1).view(torch.uint8)
-        self.write_place(f"{kind} {spec.owner}", slot.offset_bytes, source)
+        self.write_place(self.names.lasting(Buffer(kind, spec.owner, 0)), slot.offset_bytes, source)
 
     def write_place(self, key: str, offset: int, source: Tensor) -> None:
         """Put bytes into a key's extent at home, from a whole block on."""
@@ -262,17 +305,17 @@ class Store:
     def read_parameter(self, name: str) -> Tensor:
         """A copy of a parameter's content at home."""
         spec = self.frame.chain.parameters[name]
-        kind = "weight" if spec.requires_grad else "constant"
+        kind: BufferKind = "weight" if spec.requires_grad else "constant"
         flat = (self.frame.weights if spec.requires_grad else self.frame.constants)[spec.owner]
         slot = next(slot for slot in flat.slots if slot.name == name)
-        return self.read_place(f"{kind} {spec.owner}", slot.offset_bytes, slot.shape, slot.dtype)
+        return self.read_place(self.names.lasting(Buffer(kind, spec.owner, 0)), slot.offset_bytes, slot.shape, slot.dtype)
 
     def read_state(self, layer: int) -> dict[str, Tensor]:
         """Copies of a layer's optimizer state at home, by slot name; empty before its first update."""
         if layer in self.fresh_states:
             return {}
         return {
-            slot.name: self.read_place(f"state {layer}", slot.offset_bytes, slot.shape, slot.dtype)
+            slot.name: self.read_place(self.names.state(layer), slot.offset_bytes, slot.shape, slot.dtype)
             for slot in self.states[layer].slots
         }
 
@@ -283,17 +326,21 @@ class Store:
         return region.tensor(dtype, shape).clone()
 
 
-def home_sizes(frame: Frame, states: tuple[Flat, ...]) -> Mapping[str, int]:
-    """Keys and sizes of what is always at home."""
+def home_sizes(
+    frame: Frame, states: tuple[Flat, ...], two_versions: bool = False, copies: Mapping[int, Iterable[int]] | None = None
+) -> Mapping[str, int]:
+    """Keys and sizes of what is always at home; `copies` are, by layer, the devices that have one of their own."""
     sizes: dict[str, int] = {}
     for layer in range(frame.num_layers):
-        for kind, flat in (
-            ("weight", frame.weights[layer]),
-            ("constant", frame.constants[layer]),
-            ("state", states[layer]),
-        ):
-            if flat.num_bytes:
-                sizes[f"{kind} {layer}"] = flat.num_bytes
+        if frame.constants[layer].num_bytes:
+            sizes[f"constant {layer}"] = frame.constants[layer].num_bytes
+        holders = [{}] if copies is None or layer not in copies else [{layer: device} for device in copies[layer]]
+        for holder in holders:
+            names = HomeNames(holder, two_versions)
+            if frame.weights[layer].num_bytes:
+                sizes |= dict.fromkeys((names.weight(layer, 0), names.weight(layer, 1)), frame.weights[layer].num_bytes)
+            if states[layer].num_bytes:
+                sizes[names.state(layer)] = states[layer].num_bytes
     return sizes
 
 

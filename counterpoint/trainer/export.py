@@ -21,7 +21,7 @@ def export_model(
     folder: Path, model: nn.Module, store: Store, buffers: Mapping[str, Tensor], max_shard_bytes: int
 ) -> None:
     """Whole or not at all. Tied tensors are stored once; of a model with adapters, the adapters."""
-    everything: dict[str, Source] = {**parameter_places(store.frame), **buffers}
+    everything: dict[str, Source] = {**parameter_places(store.frame, store.names), **buffers}
     aliases = store.frame.chain.aliases
     with whole_folder(folder, (SINGLE, INDEX, ADAPTER)) as unfinished:
         if hasattr(model, "peft_config"):

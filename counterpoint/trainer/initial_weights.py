@@ -16,7 +16,7 @@ from counterpoint.runtime.store import Store
 def fill(store: Store, model: nn.Module, weights: Path | None, seed: int) -> dict[str, Tensor]:
     """Put every parameter home; the model's buffers, in memory. What is on meta is initialised as the model says."""
     chain = store.frame.chain
-    places = parameter_places(store.frame)
+    places = parameter_places(store.frame, store.names)
     buffers: dict[str, Tensor] = {}
     for name, tensor in _tensors(model, chain, weights, seed):
         if name in chain.buffers:

@@ -1,0 +1,96 @@
+"""A program -> what each device has to do with the others: who updates and runs which layer, who computes losses."""
+
+from collections import defaultdict
+from dataclasses import dataclass
+
+from counterpoint.core.program import Program, lane, reads
+from counterpoint.core.task import AllReduce, Backward, Clip, Forward, Task, Update
+
+
+@dataclass(frozen=True)
+class Duties:
+    """`writers` and `users` are the devices that update and that use each layer's weights, in order.
+
+    `losses` are, by device, the microbatches of a step whose loss it computes. `two_versions` if an update leaves the
+    version before in place. `runners` are the devices that run a layer forward.
+    """
+
+    num_devices: int
+    writers: tuple[tuple[int, ...], ...]
+    users: tuple[tuple[int, ...], ...]
+    runners: tuple[tuple[int, ...], ...]
+    losses: dict[int, tuple[int, ...]]
+    lanes: tuple[tuple[str, ...], ...]
+    two_versions: bool
+
+    @property
+    def copied(self) -> frozenset[int]:
+        """Layers that several devices update, each for itself: each has its own home copy."""
+        return frozenset(layer for layer, writers in enumerate(self.writers) if len(writers) > 1)
+
+    def owner(self, layer: int) -> int:
+        """The device that answers for a layer's content: saves it, and says what its buffers are."""
+        known = self.writers[layer] or self.runners[layer]
+        return known[0] if known else 0
+
+    def fills(self, layer: int, device: int, servers: tuple[str, ...]) -> bool:
+        """Whether a device puts a layer home: each of its copies once, on every server that uses it."""
+        if layer in self.copied:
+            return device in self.writers[layer]
+        same = [d for d in self.users[layer] if servers[d] == servers[device]]
+        writers = [d for d in self.writers[layer] if d in same]
+        return bool(same) and device == (writers or same)[0]
+
+
+def duties_of(program: Program) -> Duties:
+    count, m = program.outline.num_layers, program.num_microbatches
+    writers: defaultdict[int, dict[int, None]] = defaultdict(dict)
+    users: defaultdict[int, dict[int, None]] = defaultdict(dict)
+    runners: defaultdict[int, dict[int, None]] = defaultdict(dict)
+    losses: defaultdict[int, dict[int, None]] = defaultdict(dict)
+    lanes: list[tuple[str, ...]] = []
+    for device, part in enumerate(program.devices):
+        tasks = (*part.prologue, *part.body, *part.epilogue)
+        lanes.append(tuple(dict.fromkeys(_lane(task) for task in tasks)))
+        for task in tasks:
+            if isinstance(task, Forward | Backward | Update):
+                for buffer in reads(task, program.outline):
+                    if buffer.kind in ("weight", "constant"):
+                        users[buffer.owner][device] = None
+            if isinstance(task, Update):
+                for layer in range(task.first, task.last + 1):
+                    writers[layer][device] = None
+            if isinstance(task, Forward | Backward):
+                if isinstance(task, Forward) or task.recompute:
+                    for layer in range(task.first, task.last + 1):
+                        runners[layer][device] = None
+                if task.last == count - 1:
+                    for microbatch in range(task.microbatch, task.microbatch + task.count):
+                        losses[device][microbatch % m] = None
+    forward = _forward_runners(program)
+    return Duties(
+        len(program.devices),
+        tuple(tuple(sorted(writers[i])) if program.outline.layers[i].has_weights else () for i in range(count)),
+        tuple(tuple(sorted(users[i])) for i in range(count)),
+        tuple(forward.get(i) or tuple(sorted(runners[i])) for i in range(count)),
+        {device: tuple(sorted(found)) for device, found in sorted(losses.items())},
+        tuple(lanes),
+        any(isinstance(t, Update) and t.keeps_old for part in program.devices for t in (*part.body, *part.epilogue)),
+    )
+
+
+def _forward_runners(program: Program) -> dict[int, tuple[int, ...]]:
+    """Devices whose forward of a layer is its first run; a fused layer has none."""
+    found: defaultdict[int, dict[int, None]] = defaultdict(dict)
+    for device, part in enumerate(program.devices):
+        for task in (*part.prologue, *part.body, *part.epilogue):
+            if isinstance(task, Forward):
+                for layer in range(task.first, task.last + 1):
+                    found[layer][device] = None
+    return {layer: tuple(sorted(devices)) for layer, devices in found.items()}
+
+
+def _lane(task: Task) -> str:
+    """A collective of one device alone is a computation."""
+    alone = isinstance(task, AllReduce | Clip) and len(task.peers) == 1
+    return "compute" if alone else lane(task)

@@ -1,0 +1,195 @@
+"""The environment that torchrun makes -> this process among the others: who is where, who lives, what all agree on.
+
+Everything here goes through the rendezvous store of torch.distributed: small, rare, and it can be given up at any
+moment. Tensors go through `runtime/transport.py`.
+"""
+
+import datetime
+import json
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import torch.distributed as dist
+
+from counterpoint.core.errors import ExecutionError
+
+BEAT_SECONDS = 0.5
+SILENCE_SECONDS = 10.0
+JOIN_SECONDS = 120
+_POLL_SECONDS = (0.001, 0.05)
+_ANSWER_SECONDS = 8
+_PART_SECONDS = 30.0
+
+
+def started_by_launcher() -> bool:
+    """Whether this process is one of several: torchrun's environment, or a process group of the user's own."""
+    if dist.is_available() and dist.is_initialized():
+        return dist.get_world_size() > 1
+    return int(os.environ.get("WORLD_SIZE", "1")) > 1 and "RANK" in os.environ
+
+
+class Peers:
+    """All processes of a run. Every one of them must make the same calls in the same order."""
+
+    _runs = 0
+
+    def __init__(self) -> None:
+        self._owned = not dist.is_initialized()
+        if self._owned:
+            _join()
+        self.device, self.count = dist.get_rank(), dist.get_world_size()
+        self.failure: str | None = None
+        self.on_failure: Callable[[str], None] = lambda text: None
+        self._said = False
+        Peers._runs += 1
+        prefix, base = f"counterpoint {Peers._runs}", dist.distributed_c10d._get_default_store()
+        self._store, self._watch_store = (dist.PrefixStore(prefix, base.clone()) for _ in range(2))
+        for store in (self._store, self._watch_store):
+            store.set_timeout(datetime.timedelta(seconds=_ANSWER_SECONDS))
+        self._calls = 0
+        self._ended = threading.Event()
+        self._watch_store.set(f"pulse {self.device}", "0")
+        self._watcher = threading.Thread(target=self._watch, name="counterpoint pulse", daemon=True)
+        self._watcher.start()
+        self.servers = tuple(self.gather("server", os.environ.get("GROUP_RANK", socket.gethostname())))
+
+    @property
+    def others(self) -> tuple[int, ...]:
+        return tuple(device for device in range(self.count) if device != self.device)
+
+    @property
+    def server_devices(self) -> tuple[int, ...]:
+        return tuple(d for d in range(self.count) if self.servers[d] == self.servers[self.device])
+
+    @property
+    def leads(self) -> bool:
+        """Whether this is the first device of its server."""
+        return self.device == self.server_devices[0]
+
+    # ---- agreements
+
+    def gather(self, what: str, data: Any) -> list[Any]:
+        """What each device says, in their order; waits for all."""
+        key = self._next()
+        self._store.set(f"{key} {self.device}", json.dumps([what, data]))
+        return [self._answer(f"{key} {device}", device, what) for device in range(self.count)]
+
+    def broadcast(self, what: str, data: Any = None, source: int = 0) -> Any:
+        key = self._next()
+        if self.device == source:
+            self._store.set(f"{key} {source}", json.dumps([what, data]))
+            return data
+        return self._answer(f"{key} {source}", source, what)
+
+    def barrier(self, what: str) -> None:
+        self.gather(what, None)
+
+    def _next(self) -> str:
+        self._calls += 1
+        return f"call {self._calls}"
+
+    def _answer(self, key: str, device: int, what: str) -> Any:
+        pause = _POLL_SECONDS[0]
+        while not self._has(key):
+            if self.failure is not None:
+                raise ExecutionError(f"{self.failure}; device {self.device} was waiting for device {device}: {what}")
+            time.sleep(pause)
+            pause = min(pause * 1.3, _POLL_SECONDS[1])
+        said, data = json.loads(self._store.get(key))
+        if said != what:
+            raise ExecutionError(
+                f"device {device} is at {said!r} where device {self.device} is at {what!r}; "
+                "every process must make the same calls in the same order"
+            )
+        return data
+
+    def _has(self, key: str) -> bool:
+        try:
+            return bool(self._store.check([key]))
+        except RuntimeError as error:
+            raise ExecutionError(self.failure or f"the rendezvous store is gone: {_line(error)}") from error
+
+    # ---- who lives
+
+    def fail(self, error: BaseException) -> None:
+        """Tell the others that this device cannot go on; only the first time counts."""
+        if not self._said and self.failure is None:
+            self._said = True
+            text = f"device {self.device} failed: {type(error).__name__}: {error}"
+            try:
+                self._store.set(f"failed {self.device}", text)
+            except RuntimeError:
+                return
+
+    def explained(self, text: str) -> str:
+        """Why a peer is gone, if it said so: its own word, or else `text`."""
+        end = time.monotonic() + 2 * BEAT_SECONDS
+        while self.failure is None and time.monotonic() < end:
+            time.sleep(0.02)
+        return self.failure or text
+
+    def _watch(self) -> None:
+        """Beat, and look whether the others do."""
+        heard = {device: (b"", time.monotonic()) for device in self.others}
+        beats = 0
+        while not self._ended.wait(BEAT_SECONDS):
+            beats += 1
+            try:
+                self._watch_store.set(f"pulse {self.device}", str(beats))
+                text = self._silent(heard)
+            except RuntimeError as error:
+                text = f"device 0 is gone: its rendezvous store does not answer ({_line(error)})"
+            if text is not None and not self._ended.is_set():
+                self.failure = text
+                self.on_failure(text)
+                return
+
+    def _silent(self, heard: dict[int, tuple[bytes, float]]) -> str | None:
+        now = time.monotonic()
+        for device, (pulse, since) in heard.items():
+            if self._watch_store.check([f"failed {device}"]):
+                return self._watch_store.get(f"failed {device}").decode()
+            if not self._watch_store.check([f"pulse {device}"]):
+                found = b""
+            else:
+                found = self._watch_store.get(f"pulse {device}")
+            if found != pulse:
+                heard[device] = (found, now)
+            elif now - since > SILENCE_SECONDS and not self._watch_store.check([f"parted {device}"]):
+                return f"device {device} has not answered for {now - since:.0f} s: it died, hangs or lost its network"
+        return None
+
+    def part(self) -> None:
+        """Leave when the others leave too, or at once after a failure."""
+        if self.failure is None and not self._said:
+            try:
+                self._store.set(f"parted {self.device}", "")
+                end = time.monotonic() + _PART_SECONDS
+                waited = [f"parted {device}" for device in self.others]
+                while time.monotonic() < end and self.failure is None and not self._store.check(waited):
+                    time.sleep(0.01)
+            except RuntimeError:
+                self.failure = "the rendezvous store is gone"
+        self._ended.set()
+        if self._owned and self.failure is None and not self._said:
+            self._watcher.join()
+            dist.destroy_process_group()
+
+
+def _join() -> None:
+    device, count = os.environ.get("RANK"), os.environ.get("WORLD_SIZE")
+    try:
+        dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=JOIN_SECONDS))
+    except (RuntimeError, ValueError) as error:
+        raise ExecutionError(
+            f"device {device} did not find the other {int(count or 1) - 1} devices within {JOIN_SECONDS} s: "
+            f"{_line(error)}; start all of them, with the same MASTER_ADDR and MASTER_PORT"
+        ) from error
+
+
+def _line(error: BaseException) -> str:
+    return str(error).splitlines()[0][:300] if str(error) else type(error).__name__

@@ -1,0 +1,224 @@
+"""Buffers into messages between devices, and back: the only file that knows torch.distributed's tensors.
+
+Gloo matches messages of a pair and a tag in their order, and programs keep one order on both sides of a pair. What a
+value looks like is said once, before its first message. Sums are made in the order of the devices by whoever owns a
+slice of them, and handed out as they are: every device has the same bits.
+"""
+
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from counterpoint.core.errors import ExecutionError
+
+SLICE_BYTES = 4 << 20
+_VALUES, _SUMS, _LOSSES, _NORMS = 1, 2, 3, 4
+_MAX_DIMENSIONS = 12
+_KEPT_LOSSES = 8
+_DTYPES = (
+    torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8,
+    torch.uint8, torch.bool, torch.complex64, torch.complex128,
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """How the bytes of a message are to be seen: kernels may round differently on other strides."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+    @property
+    def num_elements(self) -> int:
+        if 0 in self.shape:
+            return 0
+        return 1 + sum((size - 1) * stride for size, stride in zip(self.shape, self.stride, strict=True))
+
+    @property
+    def num_bytes(self) -> int:
+        return self.num_elements * self.dtype.itemsize
+
+
+class Counters:
+    """Bytes of values and sums that left and came; what is said about them is not counted."""
+
+    def __init__(self) -> None:
+        self.sent_bytes = self.received_bytes = self.reduced_bytes = 0
+        self._lock = threading.Lock()
+
+    def count(self, sent: int = 0, received: int = 0, reduced: int = 0) -> None:
+        with self._lock:
+            self.sent_bytes += sent
+            self.received_bytes += received
+            self.reduced_bytes += reduced
+
+
+class Transport:
+    """Messages of one device. Each method may block; lanes call them, never two of one lane and peer at once."""
+
+    def __init__(self, device: int, num_devices: int) -> None:
+        self.device, self.num_devices = device, num_devices
+        self.counters = Counters()
+        self._sent: dict[tuple[int, object], Form | None] = {}
+        self._known: dict[tuple[int, object], Form | None] = {}
+        self._scratch: list[Tensor] = []
+        self._pending: list[tuple[Tensor, list[dist.Work]]] = []
+
+    def forget_forms(self) -> None:
+        """Values may look different from here on; on all devices at once."""
+        self._sent.clear()
+        self._known.clear()
+
+    # ---- values
+
+    def send(self, what: object, tensor: Tensor | None, peer: int) -> None:
+        """`what` is the kind and owner of the value; None if it has none here."""
+        form = None if tensor is None else Form(tensor.dtype, tuple(tensor.shape), tensor.stride())
+        key = (peer, what)
+        if key not in self._sent:
+            _send(_header(form), peer, _VALUES)
+            self._sent[key] = form
+        elif self._sent[key] != form:
+            raise ExecutionError(f"{what} was {self._sent[key]} and is {form} here; its layout must not change")
+        if tensor is not None and form is not None and form.num_elements:
+            flat = torch.as_strided(tensor, (form.num_elements,), (1,))
+            _send(_plain(flat), peer, _VALUES)
+            self.counters.count(sent=form.num_bytes)
+
+    def post(self, what: object, peer: int) -> Callable[[], Tensor | None]:
+        """Make room and ask for a value; the result waits for it and gives it."""
+        key = (peer, what)
+        if key not in self._known:
+            header = torch.empty(2 + 2 * _MAX_DIMENSIONS, dtype=torch.int64)
+            _receive(header, peer, _VALUES).wait()
+            self._known[key] = _form(header)
+        form = self._known[key]
+        if form is None:
+            return lambda: None
+        flat = torch.empty(form.num_elements, dtype=form.dtype)
+        work = _receive(_plain(flat), peer, _VALUES) if form.num_elements else None
+
+        def arrived() -> Tensor:
+            if work is not None:
+                work.wait()
+            self.counters.count(received=form.num_bytes)
+            return torch.as_strided(flat, form.shape, form.stride)
+
+        return arrived
+
+    # ---- sums
+
+    def reduce(self, flats: Sequence[Tensor], started: Tensor, peers: Sequence[int]) -> Tensor:
+        """Sum flat tensors over peers in place; `started` marks what has content here, the result what has anywhere."""
+        others = [peer for peer in peers if peer != self.device]
+        masks = {peer: torch.empty_like(started) for peer in others}
+        _exchange([(started, peer) for peer in others], [(masks[peer], peer) for peer in others], _SUMS)
+        union = started.clone()
+        for mask in masks.values():
+            union |= mask
+        for flat in flats:
+            step = max(len(peers), SLICE_BYTES // flat.element_size())
+            for begin in range(0, flat.numel(), step):
+                self._reduce_slice(flat[begin : begin + step], peers, others)
+            self.counters.count(reduced=flat.numel() * flat.element_size())
+        return union
+
+    def _reduce_slice(self, flat: Tensor, peers: Sequence[int], others: Sequence[int]) -> None:
+        """Each peer sums a part of the slice and gives it to the others."""
+        parts = dict(zip(peers, flat.tensor_split(len(peers)), strict=True))
+        own = parts[self.device]
+        found = {peer: part for peer, part in zip(others, self._rooms(len(others), own), strict=True)}
+        _exchange([(parts[peer], peer) for peer in others], [(found[peer], peer) for peer in others], _SUMS)
+        found[self.device] = own
+        total = found[peers[0]]
+        for peer in peers[1:]:
+            total.add_(found[peer])
+        if total is not own:
+            own.copy_(total)
+        _exchange([(own, peer) for peer in others], [(parts[peer], peer) for peer in others], _SUMS)
+
+    def _rooms(self, count: int, like: Tensor) -> list[Tensor]:
+        """Scratch memory for parts, kept from one sum to the next."""
+        num_bytes = like.numel() * like.element_size()
+        while len(self._scratch) < count:
+            self._scratch.append(torch.empty(0, dtype=torch.uint8))
+        for index in range(count):
+            if self._scratch[index].numel() < num_bytes:
+                self._scratch[index] = torch.empty(num_bytes, dtype=torch.uint8)
+        return [room[:num_bytes].view(like.dtype) for room in self._scratch[:count]]
+
+    def exchange_norms(self, norms: Tensor, peers: Sequence[int]) -> dict[int, Tensor]:
+        """Every peer's vector, this device's included."""
+        others = [peer for peer in peers if peer != self.device]
+        found = {peer: torch.empty_like(norms) for peer in others}
+        _exchange([(norms, peer) for peer in others], [(found[peer], peer) for peer in others], _NORMS)
+        return {**found, self.device: norms}
+
+    # ---- losses
+
+    def spread_losses(self, losses: Tensor) -> None:
+        """Hand a step's losses to everybody without waiting for it."""
+        others = [peer for peer in range(self.num_devices) if peer != self.device]
+        if len(self._pending) > _KEPT_LOSSES:  # a step's losses have long arrived when so many more have been sent
+            for work in self._pending.pop(0)[1]:
+                work.wait()
+        self._pending.append((losses, [_isend(losses, peer, _LOSSES) for peer in others]))
+
+    def hear_losses(self, count: int, peer: int) -> Tensor:
+        """The next step's losses of a peer that computes `count` of them."""
+        losses = torch.empty(count, dtype=torch.float64)
+        _receive(losses, peer, _LOSSES).wait()
+        return losses
+
+
+def _exchange(out: Sequence[tuple[Tensor, int]], into: Sequence[tuple[Tensor, int]], tag: int) -> None:
+    """Send and receive at once; empty parts do not travel."""
+    works = [_receive(_plain(tensor), peer, tag) for tensor, peer in into if tensor.numel()]
+    works += [_isend(_plain(tensor), peer, tag) for tensor, peer in out if tensor.numel()]
+    for work in works:
+        work.wait()
+
+
+def _send(tensor: Tensor, peer: int, tag: int) -> None:
+    _isend(tensor, peer, tag).wait()
+
+
+def _isend(tensor: Tensor, peer: int, tag: int) -> dist.Work:
+    work = dist.isend(tensor, peer, tag=tag)
+    assert work is not None
+    return work
+
+
+def _receive(tensor: Tensor, peer: int, tag: int) -> dist.Work:
+    work = dist.irecv(tensor, peer, tag=tag)
+    assert work is not None
+    return work
+
+
+def _plain(tensor: Tensor) -> Tensor:
+    """Bytes: gloo moves every dtype alike."""
+    return tensor.detach().view(torch.uint8)
+
+
+def _header(form: Form | None) -> Tensor:
+    header = torch.zeros(2 + 2 * _MAX_DIMENSIONS, dtype=torch.int64)
+    if form is None:
+        header[0] = -1
+        return header
+    if len(form.shape) > _MAX_DIMENSIONS:
+        raise ExecutionError(f"a value of {len(form.shape)} dimensions cannot be sent; {_MAX_DIMENSIONS} are the most")
+    numbers = [_DTYPES.index(form.dtype), len(form.shape), *form.shape, *form.stride]
+    header[: len(numbers)] = torch.tensor(numbers)
+    return header
+
+
+def _form(header: Tensor) -> Form | None:
+    kind, count, *rest = header.tolist()
+    if kind < 0:
+        return None
+    return Form(_DTYPES[kind], tuple(rest[:count]), tuple(rest[count : 2 * count]))
