@@ -1,8 +1,9 @@
 """The state of a training at home -> a folder, by parameter name; and such a folder back home, under any plan.
 
 A checkpoint is `checkpoint.json` (step, optimizer settings, sizes of the other files), `weights.safetensors`
-(parameters and buffers) and `optimizer.safetensors` (its state, `parameter:key`). Nothing in it knows of layers or
-plans. Whoever calls has brought everything home before.
+(parameters and buffers) and `optimizer.safetensors` (its state, `parameter:key`); after a schedule that keeps two
+versions also `previous.safetensors`, the weights before the last update. Nothing in it knows of layers, plans or
+devices. Whoever calls has brought everything home before.
 """
 
 import json
@@ -15,14 +16,18 @@ from typing import Any
 from torch import Tensor
 
 from counterpoint.core.errors import ExecutionError
+from counterpoint.decomposer.chain import NO_LAYER
+from counterpoint.runtime.file_errors import cannot
 from counterpoint.runtime.home import Place, parameter_places, state_places
 from counterpoint.runtime.plain_values import decode, encode
 from counterpoint.runtime.store import Store
-from counterpoint.runtime.tensor_file import Source, Stretch, cannot, copy_home, read_layout, read_tensor, write_tensors
-from counterpoint.runtime.whole_folder import recover, whole_folder
+from counterpoint.runtime.share import Share, written_folder
+from counterpoint.runtime.tensor_file import Source, Stretch, copy_home, read_layout, read_tensor, write_tensors
+from counterpoint.runtime.whole_folder import recover
 
 FORMAT = 1
 FACTS, WEIGHTS, OPTIMIZER = "checkpoint.json", "weights.safetensors", "optimizer.safetensors"
+PREVIOUS = "previous.safetensors"
 _LISTED = 5
 
 
@@ -42,17 +47,43 @@ class Facts:
     extra: dict[str, Any]
 
 
-def write_checkpoint(folder: Path, store: Store, buffers: Mapping[str, Tensor], facts: Facts) -> None:
+def write_checkpoint(
+    folder: Path, store: Store, buffers: Mapping[str, Tensor], facts: Facts, share: Share | None = None
+) -> None:
     """Whole or not at all; an older checkpoint of this name stays until the new one is complete."""
     data = {name: encode(getattr(facts, name), name) for name in Facts.__slots__}
-    with whole_folder(folder, (FACTS,)) as unfinished:
-        weights: dict[str, Source] = {**parameter_places(store.frame, store.names), **buffers}
-        sizes = {
-            WEIGHTS: write_tensors(unfinished / WEIGHTS, weights, store, {"format": "pt"}),
-            OPTIMIZER: write_tensors(unfinished / OPTIMIZER, dict(_states(store)), store, {"format": "pt"}),
+    fresh = set(store.fresh_states)
+    if share is not None:
+        data["scalars"], fresh = _together(share, facts, store)
+    with written_folder(folder, (FACTS,), share) as unfinished:
+        contents: dict[str, Mapping[str, Source]] = {
+            WEIGHTS: {**parameter_places(store.frame, store.names), **buffers},
+            OPTIMIZER: _states(store, fresh),
         }
-        text = json.dumps({"format": FORMAT, "files": sizes, **data}, indent=1)
-        (unfinished / FACTS).write_text(text + "\n")
+        if store.names.two_versions:
+            contents[PREVIOUS] = _previous_places(store)
+        sizes = {
+            name: write_tensors(unfinished / name, tensors, store, {"format": "pt"}, share)
+            for name, tensors in contents.items()
+        }
+        if share is None or share.first:
+            text = json.dumps({"format": FORMAT, "files": sizes, **data}, indent=1)
+            (unfinished / FACTS).write_text(text + "\n")
+
+
+def _together(share: Share, facts: Facts, store: Store) -> tuple[Any, set[int]]:
+    """The numbers among the optimizer state of all devices, and the layers that none of them has updated."""
+    device, layers = share.peers.device, range(store.frame.num_layers)
+    own = {name: value for name, value in facts.scalars.items() if share.has(name)}
+    updated = [i for i in layers if share.duties.owner(i) == device and i not in store.fresh_states]
+    found = share.peers.gather("optimizer state", [encode(own, "scalars"), updated])
+    scalars = {name: value for numbers, _ in found for name, value in decode(numbers).items()}
+    return encode(scalars, "scalars"), set(layers) - {i for _, known in found for i in known}
+
+
+def _previous_places(store: Store) -> dict[str, Place]:
+    places = parameter_places(store.frame, store.names, -1)
+    return {slot.name: places[slot.name] for flat in store.frame.weights for slot in flat.slots}
 
 
 def read_facts(folder: Path) -> Facts:
@@ -77,8 +108,13 @@ def read_facts(folder: Path) -> Facts:
     return facts
 
 
-def read_checkpoint(folder: Path, store: Store, buffers: dict[str, Tensor]) -> None:
-    """Bring a checkpoint's tensors home. Names and shapes are compared before anything is changed."""
+def read_checkpoint(
+    folder: Path, store: Store, buffers: dict[str, Tensor], layers: frozenset[int] | None = None
+) -> None:
+    """Bring a checkpoint's tensors home. Names and shapes are compared before anything is changed.
+
+    Of several devices each brings the tensors of its `layers`.
+    """
     weights, states = read_layout(folder / WEIGHTS), read_layout(folder / OPTIMIZER)
     places = parameter_places(store.frame, store.names)
     present = {layer: _layer_states(store, layer) for layer in range(store.frame.num_layers)}
@@ -86,26 +122,44 @@ def read_checkpoint(folder: Path, store: Store, buffers: dict[str, Tensor]) -> N
     expected = {name: place for layer, found in present.items() if layer not in fresh for name, place in found.items()}
     _refuse_other(folder / WEIGHTS, weights, {**places, **buffers})
     _refuse_other(folder / OPTIMIZER, states, expected)
-    _copy(folder / WEIGHTS, {name: weights[name] for name in places}, places, store)
-    _copy(folder / OPTIMIZER, states, expected, store)
+    chosen = [i for i in present if layers is None or i in layers]
+    owned = {name for name in places if store.frame.owner(name) in (*chosen, NO_LAYER)}
+    _copy(folder / WEIGHTS, {name: weights[name] for name in places if name in owned}, places, store)
+    own = {name for layer in chosen for name in present[layer]}
+    _copy(folder / OPTIMIZER, {name: found for name, found in states.items() if name in own}, expected, store)
+    if store.names.two_versions:
+        _read_previous(folder, weights, owned, store)
     for name in buffers:
         buffers[name] = read_tensor(folder / WEIGHTS, weights[name])
     store.fresh_states.clear()
     store.fresh_states.update(fresh)
 
 
-def _states(store: Store) -> Mapping[str, Source]:
+def _read_previous(folder: Path, weights: Mapping[str, Stretch], owned: set[str], store: Store) -> None:
+    """The version before the newest; a run that kept only one begins with the newest twice, as a new run does."""
+    places, path = _previous_places(store), folder / PREVIOUS
+    stretches = weights
+    if path.exists():
+        stretches = read_layout(path)
+        _refuse_other(path, stretches, places)
+    else:
+        path = folder / WEIGHTS
+    _copy(path, {name: stretches[name] for name in places if name in owned}, places, store)
+
+
+def _states(store: Store, fresh: set[int]) -> dict[str, Source]:
     """The state of every layer that has been updated."""
     return {
         name: place
         for layer in range(store.frame.num_layers)
-        if layer not in store.fresh_states
+        if layer not in fresh
         for name, place in _layer_states(store, layer).items()
     }
 
 
 def _layer_states(store: Store, layer: int) -> dict[str, Place]:
-    return {f"{parameter}:{key}": place for (parameter, key), place in state_places(store.states, layer, store.names).items()}
+    places = state_places(store.states, layer, store.names)
+    return {f"{parameter}:{key}": place for (parameter, key), place in places.items()}
 
 
 def _refuse_other(path: Path, found: Mapping[str, Stretch], expected: Mapping[str, Source]) -> None:

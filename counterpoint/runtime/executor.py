@@ -25,6 +25,7 @@ from counterpoint.core.program import lane, renames, writes
 from counterpoint.core.task import (
     AllReduce,
     Backward,
+    Buffer,
     Clip,
     Drop,
     Evict,
@@ -86,6 +87,7 @@ class Executor:
         self.headroom = headroom
         self.device, self.transport, self.explain = device, transport, explain
         self.lost = False
+        self.whole_names = False  # values of different microbatches look different
         self._awaited: Task | None = None
         self._active: dict[str, Task] = {}
         self._ended = False
@@ -226,7 +228,7 @@ class Executor:
             assert self.transport is not None
             self._active[job.lane] = job.task
             self.outside[job.task.buffer] = self.costs.buffer_bytes(job.task.buffer)
-            job.call = self.transport.post(job.task.buffer[:2], job.task.peer)
+            job.call = self.transport.post(self._name(job.task.buffer), job.task.peer)
             self._arrivals[job.lane].put(job)
             return True
         elif isinstance(job.task, Send | AllReduce | Clip) and job.lane in self._queues:
@@ -256,7 +258,7 @@ class Executor:
     def _settle(self, job: _Job) -> None:
         job.end_ns = time.monotonic_ns()
         if job.task is not None:
-            self._record(job)
+            self._record(job, job.task)
         job.predecessors = []
         job.done.set()
 
@@ -313,7 +315,7 @@ class Executor:
                 self.outside.pop(buffer, None)
             case Send(buffer, peer) if self.transport is not None:
                 held = self.store.values.get(buffer)
-                self.transport.send(buffer[:2], None if held is None else held.tensor, peer)
+                self.transport.send(self._name(buffer), None if held is None else held.tensor, peer)
             case AllReduce(peers=peers) if self.transport is not None:
                 transport = self.transport
                 self.compute.reduce(task, lambda flats, started: transport.reduce(flats, started, peers))
@@ -321,6 +323,10 @@ class Executor:
                 raise ExecutionError(f"{dump_task(task)} needs several devices, this run has one")
             case _:
                 assert_never(task)
+
+    def _name(self, buffer: Buffer) -> object:
+        """What has one form: a value, whatever the microbatch."""
+        return buffer if self.whole_names else buffer[:2]
 
     def _exchange(self, peers: tuple[int, ...], norms: Tensor) -> Iterable[Tensor]:
         assert self.transport is not None
@@ -339,9 +345,9 @@ class Executor:
         if self.headroom:
             self.headroom.make(born + workspace)
 
-    def _record(self, job: _Job) -> None:
+    def _record(self, job: _Job, task: Task) -> None:
         start, end = job.start_ns - self.origin_ns, job.end_ns - self.origin_ns
-        self.spans.append(Span(self.device, job.lane, job.task, start, end, job.step, job.blocker))
+        self.spans.append(Span(self.device, job.lane, task, start, end, job.step, job.blocker))
         if job.lane == "compute":
             self.memory.append(MemoryPoint("process", end, resident_bytes()))
 

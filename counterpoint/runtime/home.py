@@ -38,9 +38,7 @@ def parameter_places(frame: Frame, names: HomeNames | None = None, number: int =
     return {name: found[name] for name in frame.chain.parameters}
 
 
-def state_places(
-    states: tuple[Flat, ...], layer: int, names: HomeNames | None = None
-) -> dict[tuple[str, str], Place]:
+def state_places(states: tuple[Flat, ...], layer: int, names: HomeNames | None = None) -> dict[tuple[str, str], Place]:
     """A layer's optimizer state by parameter and key."""
     found, place = {}, (names or HomeNames()).state(layer)
     for slot in states[layer].slots:

@@ -49,7 +49,7 @@ class HomeUpdate:
                 self._update_parameter(layer, slot, gradient, states, fresh, factor)
             elif fresh:
                 for state_slot in states.values():
-                    self._write_zeros(f"state {layer}", state_slot)
+                    self._write_zeros(self.store.names.state(layer), state_slot)
         self.store.fresh_states.discard(layer)
 
     def _update_parameter(
@@ -63,11 +63,11 @@ class HomeUpdate:
     ) -> None:
         like = {key: s for key, s in states.items() if s.shape == slot.shape}
         alone = {key: s for key, s in states.items() if s.shape != slot.shape}
-        sources = [_Source(f"weight {layer}", slot, True), gradient]
-        sources += [_Source(f"state {layer}", s, True) for s in like.values()]
+        sources = [_Source(self.store.names.weight(layer), slot, True), gradient]
+        sources += [_Source(self.store.names.state(layer), s, True) for s in like.values()]
         self._count(sources, fresh)
         before = dict(self.rule.scalars.get(slot.name, {}))
-        singles = {key: self._read_single(f"state {layer}", s, fresh) for key, s in alone.items()}
+        singles = {key: self._read_single(self.store.names.state(layer), s, fresh) for key, s in alone.items()}
         after = singles
         for pieces in _slices(self.store.disk, sources, self._region, fresh):
             if factor is not None:
@@ -78,7 +78,7 @@ class HomeUpdate:
             state = dict(zip(like, pieces[2:], strict=True)) | after
             self.rule.update(slot.name, pieces[0], pieces[1], state, fresh)
         for key, state_slot in alone.items():
-            self._write_single(f"state {layer}", state_slot, after[key])
+            self._write_single(self.store.names.state(layer), state_slot, after[key])
 
     def _count(self, sources: list[_Source], fresh: bool) -> None:
         read = sum(source.slot.num_bytes for index, source in enumerate(sources) if index < 2 or not fresh)

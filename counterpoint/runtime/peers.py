@@ -23,6 +23,7 @@ JOIN_SECONDS = 120
 _POLL_SECONDS = (0.001, 0.05)
 _ANSWER_SECONDS = 8
 _PART_SECONDS = 30.0
+_HEAR_SECONDS = 3.0
 
 
 def started_by_launcher() -> bool:
@@ -46,10 +47,7 @@ class Peers:
         self.on_failure: Callable[[str], None] = lambda text: None
         self._said = False
         Peers._runs += 1
-        prefix, base = f"counterpoint {Peers._runs}", dist.distributed_c10d._get_default_store()
-        self._store, self._watch_store = (dist.PrefixStore(prefix, base.clone()) for _ in range(2))
-        for store in (self._store, self._watch_store):
-            store.set_timeout(datetime.timedelta(seconds=_ANSWER_SECONDS))
+        self._store, self._watch_store = (_store(f"counterpoint {Peers._runs}") for _ in range(2))
         self._calls = 0
         self._ended = threading.Event()
         self._watch_store.set(f"pulse {self.device}", "0")
@@ -164,18 +162,18 @@ class Peers:
         return None
 
     def part(self) -> None:
-        """Leave when the others leave too, or at once after a failure."""
-        if self.failure is None and not self._said:
-            try:
-                self._store.set(f"parted {self.device}", "")
-                end = time.monotonic() + _PART_SECONDS
-                waited = [f"parted {device}" for device in self.others]
-                while time.monotonic() < end and self.failure is None and not self._store.check(waited):
-                    time.sleep(0.01)
-            except RuntimeError:
-                self.failure = "the rendezvous store is gone"
+        """Leave when the others leave too; after a failure they have a moment to hear of it."""
+        failed = self._said or self.failure is not None
+        try:
+            self._store.set(f"parted {self.device}", "")
+            end = time.monotonic() + (_HEAR_SECONDS if failed else _PART_SECONDS)
+            waited = [f"parted {device}" for device in self.others]
+            while time.monotonic() < end and not self._store.check(waited) and (failed or self.failure is None):
+                time.sleep(0.01)
+        except RuntimeError:
+            failed = True
         self._ended.set()
-        if self._owned and self.failure is None and not self._said:
+        if self._owned and not failed and self.failure is None:
             self._watcher.join()
             dist.destroy_process_group()
 
@@ -189,6 +187,14 @@ def _join() -> None:
             f"device {device} did not find the other {int(count or 1) - 1} devices within {JOIN_SECONDS} s: "
             f"{_line(error)}; start all of them, with the same MASTER_ADDR and MASTER_PORT"
         ) from error
+
+
+def _store(prefix: str) -> Any:
+    """A connection of one's own to the rendezvous store: another thread may be waiting on the first one."""
+    base: Any = dist.distributed_c10d._get_default_store()
+    store = dist.distributed_c10d.PrefixStore(prefix, base.clone())
+    store.set_timeout(datetime.timedelta(seconds=_ANSWER_SECONDS))
+    return store
 
 
 def _line(error: BaseException) -> str:

@@ -308,7 +308,9 @@ class Store:
         kind: BufferKind = "weight" if spec.requires_grad else "constant"
         flat = (self.frame.weights if spec.requires_grad else self.frame.constants)[spec.owner]
         slot = next(slot for slot in flat.slots if slot.name == name)
-        return self.read_place(self.names.lasting(Buffer(kind, spec.owner, 0)), slot.offset_bytes, slot.shape, slot.dtype)
+        return self.read_place(
+            self.names.lasting(Buffer(kind, spec.owner, 0)), slot.offset_bytes, slot.shape, slot.dtype
+        )
 
     def read_state(self, layer: int) -> dict[str, Tensor]:
         """Copies of a layer's optimizer state at home, by slot name; empty before its first update."""
@@ -327,7 +329,10 @@ class Store:
 
 
 def home_sizes(
-    frame: Frame, states: tuple[Flat, ...], two_versions: bool = False, copies: Mapping[int, Iterable[int]] | None = None
+    frame: Frame,
+    states: tuple[Flat, ...],
+    two_versions: bool = False,
+    copies: Mapping[int, Iterable[int]] | None = None,
 ) -> Mapping[str, int]:
     """Keys and sizes of what is always at home; `copies` are, by layer, the devices that have one of their own."""
     sizes: dict[str, int] = {}

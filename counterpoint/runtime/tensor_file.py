@@ -12,7 +12,9 @@ from torch import Tensor
 
 from counterpoint.core.errors import ExecutionError
 from counterpoint.core.units import format_bytes
+from counterpoint.runtime.file_errors import cannot
 from counterpoint.runtime.home import Place
+from counterpoint.runtime.share import Share
 from counterpoint.runtime.store import Store
 
 _DTYPES = {
@@ -50,23 +52,40 @@ class Stretch:
         return prod(self.shape) * self.dtype.itemsize
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Source], store: Store, metadata: Mapping[str, str]) -> int:
-    """Write the file and make it durable; its size. What is at home is copied from file to file."""
+def write_tensors(
+    path: Path, tensors: Mapping[str, Source], store: Store, metadata: Mapping[str, str], share: Share | None = None
+) -> int:
+    """Write the file and make it durable; its size. What is at home is copied from file to file.
+
+    Of several devices each writes its share; the file is whole when all of them are done.
+    """
     order = sorted(tensors, key=lambda name: -tensors[name].dtype.itemsize)  # for each to be aligned
     header, offsets, size = _header(order, tensors, metadata)
     try:
-        descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o666)
+        if share is None or share.first:
+            _make(path, header, size)
+        if share is not None:
+            share.peers.barrier(f"{path.name} is there")
+        descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC)
         try:
-            os.posix_fallocate(descriptor, 0, size)
-            _write_all(descriptor, header, 0)
             for name in order:
-                _write(descriptor, offsets[name], tensors[name], store)
+                if share is None or share.has(name):
+                    _write(descriptor, offsets[name], tensors[name], store)
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
     except OSError as error:
         raise cannot("write", path, error, f" ({format_bytes(size)})") from error
     return size
+
+
+def _make(path: Path, header: bytes, size: int) -> None:
+    descriptor = os.open(path, os.O_CREAT | os.O_EXCL | os.O_RDWR | os.O_CLOEXEC, 0o666)
+    try:
+        os.posix_fallocate(descriptor, 0, size)
+        _write_all(descriptor, header, 0)
+    finally:
+        os.close(descriptor)
 
 
 def read_layout(path: Path) -> dict[str, Stretch]:
@@ -114,11 +133,6 @@ def copy_home(descriptor: int, stretch: Stretch, place: Place, store: Store) -> 
         raise ExecutionError(f"the file copied from ends {stretch.num_bytes - len(data)} bytes early: it is torn")
     if data:
         store.write_place(place.key, place.offset_bytes, torch.frombuffer(bytearray(data), dtype=torch.uint8))
-
-
-def cannot(verb: str, path: Path, error: OSError, what: str = "") -> ExecutionError:
-    """What a failed file operation tells the user."""
-    return ExecutionError(f"cannot {verb} {path}{what}: {error.strerror}; make room there or choose another folder")
 
 
 def _header(

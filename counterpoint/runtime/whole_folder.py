@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from counterpoint.core.errors import ExecutionError
-from counterpoint.runtime.tensor_file import cannot
+from counterpoint.runtime.file_errors import cannot
 
 _UNFINISHED, _PREVIOUS = ".unfinished", ".previous"
 
@@ -21,7 +21,7 @@ def whole_folder(folder: Path, markers: tuple[str, ...]) -> Iterator[Path]:
     """
     recover(folder)
     _refuse_foreign(folder, markers)
-    unfinished = _beside(folder, _UNFINISHED)
+    unfinished = unfinished_folder(folder)
     try:
         if unfinished.exists():  # left behind by a process that was killed
             shutil.rmtree(unfinished)
@@ -37,6 +37,11 @@ def whole_folder(folder: Path, markers: tuple[str, ...]) -> Iterator[Path]:
         if isinstance(error, OSError):
             raise cannot("write", folder, error) from error
         raise
+
+
+def unfinished_folder(folder: Path) -> Path:
+    """Where the content of a folder is written before it is complete."""
+    return _beside(folder, _UNFINISHED)
 
 
 def recover(folder: Path) -> None:

@@ -29,10 +29,10 @@ from counterpoint.schedules.places import (
 
 
 def write(plan: Plan, outline: Outline) -> Program:
-    return synchronous(plan, outline, [grouped_body(place) for place in _places(plan, outline)])
+    return synchronous(plan, outline, [grouped_body(place) for place in places(plan, outline)])
 
 
-def _places(plan: Plan, outline: Outline) -> list[Place]:
+def places(plan: Plan, outline: Outline) -> list[Place]:
     """A layer is updated where its backward runs; whoever else needs the new weights loads them from home."""
     refuse_other_chain(plan, outline)
     if plan.num_replicas != 1:

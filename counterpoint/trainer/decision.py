@@ -44,7 +44,7 @@ def decide(
     plan: Plan | None,
 ) -> Decision:
     """Search for a plan, or take the one that is given; `model_bytes` of the base are the user's own weights."""
-    budget = max(1, memory_bytes - base_bytes - memory_bytes * MARGIN_PERCENT // 100)
+    budget = usable_bytes(memory_bytes, base_bytes)
     machine = this_machine(budget, folder)
     profile = _with_home_updates(profile, machine)
     try:
@@ -97,6 +97,11 @@ def _with_home_updates(profile: Profile, machine: Machine) -> Profile:
         moved = 2 * _update_bytes(cost) - cost.grad_bytes
         layers.append(replace(cost, host_update_ns=cost.update_ns + moved * 10**9 // speed))
     return replace(profile, layers=tuple(layers))
+
+
+def usable_bytes(memory_bytes: int, base_bytes: int) -> int:
+    """What programs may use of the memory that is given."""
+    return max(1, memory_bytes - base_bytes - memory_bytes * MARGIN_PERCENT // 100)
 
 
 def this_machine(budget: int, folder: Path) -> Machine:

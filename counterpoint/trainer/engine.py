@@ -4,6 +4,7 @@ import contextlib
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -11,6 +12,8 @@ from torch import Tensor
 
 from counterpoint.core.costs import Costs
 from counterpoint.core.errors import ExecutionError, LossError
+from counterpoint.core.profile import Profile
+from counterpoint.core.program import DeviceProgram
 from counterpoint.core.task import Task, shift
 from counterpoint.core.units import format_bytes
 from counterpoint.decomposer.chain import Batch
@@ -18,75 +21,104 @@ from counterpoint.planner.forecast_text import describe
 from counterpoint.profiler.measure import measured_sizes, profile_of
 from counterpoint.runtime.compute import Compute, Step
 from counterpoint.runtime.disk import Disk
+from counterpoint.runtime.duties import duties_of
 from counterpoint.runtime.executor import Executor
 from counterpoint.runtime.home import unused_sizes
 from counterpoint.runtime.home_update import STAGING_BYTES as HOME_STAGING_BYTES
 from counterpoint.runtime.home_update import HomeUpdate
 from counterpoint.runtime.memory import Pool
 from counterpoint.runtime.memory_process import Headroom, resident_bytes, trim
+from counterpoint.runtime.peers import Peers
 from counterpoint.runtime.rescue import bring_home, discard
 from counterpoint.runtime.store import STAGING_BYTES, Store, home_sizes
+from counterpoint.runtime.transport import SLICE_BYTES, Transport
+from counterpoint.trainer.agreement import agree, decide_together, share_buffers, shared
 from counterpoint.trainer.chosen_plan import ChosenPlan
-from counterpoint.trainer.decision import decide
+from counterpoint.trainer.decision import decide, usable_bytes
 from counterpoint.trainer.evaluation import Evaluator
 from counterpoint.trainer.initial_weights import blank_buffers
 from counterpoint.trainer.parts import Parts, tokens_per_sample
+from counterpoint.trainer.shared_home import SharedHome, common_folder, open_home
 from counterpoint.trainer.wishes import Wishes
 
 POOL_SLACK_PERCENT = 2  # whole pages, and remapped regions that tensors still view
 
 
 class Engine:
-    """One training under way. What it owns is given to `stack`, which its owner closes."""
+    """One training under way. What it owns is given to `stack`, which its owner closes.
 
-    def __init__(self, stack: contextlib.ExitStack, parts: Parts, wishes: Wishes, example: Batch) -> None:
-        self.folder = wishes.disk or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="counterpoint-")))
-        sizes = {**home_sizes(parts.frame, parts.states), **unused_sizes(parts.chain)}
-        self.disk = stack.enter_context(Disk(self.folder, sizes))
-        self._plan(parts, wishes, example)
-        self._build(parts, wishes)
-        stack.callback(self._close)
+    With `peers` it is one device of several; all of them make the same calls. A program that looks ahead (2BW) runs a
+    step when the batch after it is there, or when it is settled.
+    """
+
+    def __init__(
+        self, stack: contextlib.ExitStack, parts: Parts, wishes: Wishes, example: Batch, peers: Peers | None = None
+    ) -> None:
+        self.peers, self.device = peers, peers.device if peers else 0
         self.failure: BaseException | None = None
-        self._closed = False
-        self._running, self._bodies = False, 0
+        self.updates = 0
+        self._closed, self._running, self._bodies, self._given = False, False, 0, 0
+        if peers is None:
+            self.folder = wishes.disk or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="counterpoint-")))
+            sizes = {**home_sizes(parts.frame, parts.states), **unused_sizes(parts.chain)}
+            self.disk = stack.enter_context(Disk(self.folder, sizes))
+            self._plan(parts, wishes, example)
+            self.duties = duties_of(self.program)
+            self._build(parts, wishes, None)
+        else:
+            agree(peers, parts, wishes)
+            self.folder = common_folder(stack, peers, wishes.disk)
+            self._plan(parts, wishes, example)
+            self.duties = duties_of(self.program)
+            home = open_home(stack, peers, self.folder, parts, self.duties)
+            self.disk = home.disk
+            self._build(parts, wishes, home)
+        stack.callback(self._close)
 
     def _plan(self, parts: Parts, wishes: Wishes, example: Batch) -> None:
-        """Measure the layers and decide."""
-        sizes = [wishes.plan.microbatch_size] if wishes.plan else wishes.freedom.microbatch_sizes
-        limit = max(0, wishes.memory_bytes - resident_bytes()) // 2
-        self.profile = profile_of(
-            parts.frame,
-            parts.states,
-            parts.rule,
-            sizes,
-            type(parts.module).__name__,
-            tokens_per_sample(parts.chain, example),
-            wishes.autocast,
-            limit,
-        )
+        """Measure the layers and decide; of several devices the first does it for all."""
+        if self.peers is None or self.device == 0:
+            self.profile = self._measured(parts, wishes, example)
+        if self.peers is not None:
+            self.profile = shared(self.peers, Profile, "the profile", getattr(self, "profile", None))
         updated_at_home = tuple(range(parts.frame.num_layers)) if parts.rule.elementwise else ()
         freedom = replace(wishes.freedom, microbatch_sizes=measured_sizes(self.profile), host_layers=updated_at_home)
         trim()
         self.base_bytes = resident_bytes() + 2 * STAGING_BYTES
         own_bytes = sum(p.nbytes for p in parts.module.parameters() if not p.is_meta)
-        chosen = decide(
-            self.profile, wishes.memory_bytes, self.base_bytes, own_bytes, self.folder, freedom, wishes.plan
-        )
+        if self.peers is None:
+            chosen = decide(
+                self.profile, wishes.memory_bytes, self.base_bytes, own_bytes, self.folder, freedom, wishes.plan
+            )
+        else:
+            reduce_bytes = SLICE_BYTES * max(1, self.peers.count - 1)
+            self.base_bytes += reduce_bytes
+            budget = usable_bytes(wishes.memory_bytes, self.base_bytes)
+            chosen = decide_together(self.peers, self.profile, budget, self.folder, freedom, wishes)
         self.machine, self.program, self.forecast = chosen.machine, chosen.program, chosen.forecast
         self.budget_bytes = chosen.budget_bytes
         self.base_bytes += HOME_STAGING_BYTES if chosen.plan.host_layers else 0
         self.plan = ChosenPlan.of(chosen.plan, f"{describe(chosen.forecast)}\n{self._whole(wishes.memory_bytes)}")
 
+    def _measured(self, parts: Parts, wishes: Wishes, example: Batch) -> Profile:
+        sizes = [wishes.plan.microbatch_size] if wishes.plan else wishes.freedom.microbatch_sizes
+        limit = max(0, wishes.memory_bytes - resident_bytes()) // 2
+        tokens = tokens_per_sample(parts.chain, example)
+        name = type(parts.module).__name__
+        return profile_of(parts.frame, parts.states, parts.rule, sizes, name, tokens, wishes.autocast, limit)
+
     def _whole(self, memory_bytes: int) -> str:
         """The last line of the forecast: the budget is for the whole process."""
-        peak = self.base_bytes + self.forecast.tiers[0].peak_bytes
+        peak = self.base_bytes + self.forecast.tiers[self.device].peak_bytes
         sizes = f"{format_bytes(peak):>9} of {format_bytes(memory_bytes)}"
         return f"{'  whole process':<28}{sizes}: fits, {format_bytes(memory_bytes - peak)} to spare"
 
-    def _build(self, parts: Parts, wishes: Wishes) -> None:
-        budget, m = self.budget_bytes, self.plan.num_microbatches
+    def _build(self, parts: Parts, wishes: Wishes, home: SharedHome | None) -> None:
+        budget, m = self.budget_bytes, self.program.num_microbatches
         pool = Pool(budget + budget * POOL_SLACK_PERCENT // 100)
-        self.store = Store(parts.frame, parts.states, self.disk, pool, m)
+        shares = (home.names, home.passing, home.versions) if home else ()
+        self.fills = home.fills if home else None
+        self.store = Store(parts.frame, parts.states, self.disk, pool, m, *shares)
         buffers = blank_buffers(parts.chain)
         self.compute = Compute(
             parts.frame, self.store, parts.rule, buffers, m, wishes.seed, wishes.autocast, wishes.max_grad_norm
@@ -94,50 +126,111 @@ class Engine:
         if self.plan.host_layers:
             self.compute.updates.home = HomeUpdate(self.store, parts.rule)
         costs = Costs(self.profile, self.plan)
-        self.executor = Executor(self.store, self.compute, costs, budget, Headroom(self.base_bytes + budget))
-        self._evaluator = Evaluator(self.executor, self.compute, costs, self.plan, budget)
+        headroom = Headroom(self.base_bytes + budget)
+        self.transport: Transport | None = None
+        if self.peers is None:
+            self.executor = Executor(self.store, self.compute, costs, budget, headroom)
+        else:
+            self.transport = Transport(self.device, self.peers.count)
+            lanes, explain = self.duties.lanes[self.device], self.peers.explained
+            self.executor = Executor(
+                self.store, self.compute, costs, budget, headroom, self.device, lanes, self.transport, explain
+            )
+            self.peers.on_failure = self.executor.lose
+            self.compute.num_losses = len(self.duties.losses.get(self.device, ()))
+            self.compute.on_losses = self._spread_losses
+        self._evaluator = Evaluator(self.executor, self.compute, costs, self.plan, self.program.budgets, self.peers)
 
-    def run(self, step: Step) -> None:
-        """One step to its end; transfers of the next one may be under way. A bad loss leaves no trace."""
+    @property
+    def part(self) -> DeviceProgram:
+        return self.program.devices[self.device]
+
+    @property
+    def looks_ahead(self) -> int:
+        """Steps whose batch is here while they are not finished."""
+        return self.program.epilogue_steps
+
+    def run(self, step: Step) -> Step | None:
+        """Take a step's batch in and run what can run: the newest step that is finished, if one is.
+
+        Transfers of the next step may be under way. A bad loss on a single device leaves no trace.
+        """
         self.refuse_failed()
+        finished: Step | None = None
         with self._guarded(step.number, dict(self.compute.buffers)):
             if not self._running:
-                self._running, self._bodies = True, 0
+                self._running, self._bodies, self._given = True, 0, 0
                 self.executor.restart()
-                self.executor.run(self.program.devices[0].prologue, step.number)
-            number = self._bodies
-            self.compute.steps[number] = step
-            self.executor.run(self._shifted(self.program.devices[0].body, number), step.number)
-            self._bodies += 1
-            self.compute.steps.pop(number - 1, None)
+                self.compute.steps[0] = step
+                self.executor.run(self.part.prologue, step.number)
+            self.compute.steps[self._given] = step
+            self._given += 1
+            if self._bodies < self._given - self.looks_ahead:
+                finished = self._finish_step(self.part.body)
+        return finished
 
-    def settle(self, step: int) -> None:
-        """Bring everything home, so that what is there is the whole state of the training."""
+    def _finish_step(self, tasks: Iterable[Task]) -> Step:
+        number = self._bodies
+        step = self.compute.steps[number]
+        self.executor.run(self._shifted(tasks, number), step.number)
+        self._bodies += 1
+        self.compute.steps.pop(number - 1, None)
+        self._hear_losses(step, number)
+        return step
+
+    def settle(self, step: int) -> Step | None:
+        """Finish what is under way and bring everything home: the whole state of the training is there then."""
         self.refuse_failed()
+        finished: Step | None = None
         if self._running:
             with self._guarded(step, self.compute.buffers):
-                self.executor.run(self._shifted(self.program.devices[0].epilogue, self._bodies), step)
+                if self._bodies < self._given:
+                    finished = self._finish_step(self.part.epilogue)
+                else:
+                    self.executor.run(self._shifted(self.part.epilogue, self._bodies), step)
                 self.executor.drain()
                 discard(self.store, self.compute)
+                self.updates += self._bodies
+                self.store.names.base = self.updates
+                if self.peers is not None:
+                    share_buffers(self.peers, self.duties, self.compute)
             self._running = False
+        return finished
+
+    def _spread_losses(self, step: Step) -> None:
+        assert self.transport is not None
+        if self.peers is not None and self.peers.count > 1:
+            found = [float(step.losses[key]) for key in sorted(step.losses)]
+            self.transport.spread_losses(torch.tensor(found, dtype=torch.float64))
+
+    def _hear_losses(self, step: Step, number: int) -> None:
+        """Every device knows every loss, once the step is finished."""
+        if self.transport is None:
+            return
+        dtype = self.compute.chain.values[self.compute.chain.loss].dtype
+        first = number * self.program.num_microbatches
+        for device, microbatches in self.duties.losses.items():
+            if device != self.device:
+                found = self.executor.aside(partial(self.transport.hear_losses, len(microbatches), device))
+                step.losses |= {first + k: loss.to(dtype) for k, loss in zip(microbatches, found, strict=True)}
 
     def evaluate(self, batches: Sequence[Mapping[int, Tensor]], sizes: Sequence[int], step: int) -> float:
         """The mean loss of microbatches of these sizes, as in eval mode."""
-        self.settle(step)
         with self._guarded(step, self.compute.buffers):
             return self._evaluator.loss(batches, sizes)
 
     @contextlib.contextmanager
     def replaced(self, step: int, what: str) -> Iterator[None]:
         """Everything at home is about to be replaced: also a failed run is whole again afterwards."""
-        if self.failure is None or self._closed:
+        if self.failure is None or self._closed or self.peers is not None:
             self.settle(step)
         else:
             self.executor.abandon()
         discard(self.store, self.compute)
         self._running = False
         self.failure = ExecutionError(f"{what} was not finished")
-        yield
+        with self.telling():
+            yield
         self.failure = None
 
     def refuse_failed(self) -> None:
@@ -148,6 +241,26 @@ class Engine:
                 "this run failed before and its weights are not whole any more; load a checkpoint, or make a new "
                 f"trainer with resume (the failure: {self.failure})"
             )
+
+    def begin_at(self, updates: int) -> None:
+        """What is home from here on has seen so many updates."""
+        self.updates = self.store.names.base = updates
+
+    @contextlib.contextmanager
+    def telling(self) -> Iterator[None]:
+        """Something that all devices do together: who fails tells the others; a single device may try again."""
+        try:
+            yield
+        except BaseException as error:
+            if self.peers is not None:
+                self.fail(error)
+            raise
+
+    def fail(self, error: BaseException) -> None:
+        """This device cannot go on, and so cannot the others."""
+        self.failure = error
+        if self.peers is not None:
+            self.peers.fail(error)
 
     def _close(self) -> None:
         self._closed = True
@@ -162,7 +275,10 @@ class Engine:
         generator = torch.get_rng_state()
         try:
             yield
-        except LossError:
+        except LossError as error:
+            if self.peers is not None:
+                self.fail(error)
+                raise
             self.executor.abandon()
             self.executor.forget_step(step)
             bring_home(self.store, self.compute)
@@ -170,7 +286,7 @@ class Engine:
             self._running = False
             raise
         except BaseException as error:
-            self.failure = error
+            self.fail(error)
             raise
         finally:
             torch.set_rng_state(generator)

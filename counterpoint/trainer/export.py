@@ -9,31 +9,37 @@ from typing import Any
 from torch import Tensor, nn
 
 from counterpoint.runtime.home import parameter_places
+from counterpoint.runtime.share import Share, written_folder
 from counterpoint.runtime.store import Store
 from counterpoint.runtime.tensor_file import Source, write_tensors
-from counterpoint.runtime.whole_folder import whole_folder
 
 SINGLE, INDEX = "model.safetensors", "model.safetensors.index.json"
 ADAPTER = "adapter_model.safetensors"
 
 
 def export_model(
-    folder: Path, model: nn.Module, store: Store, buffers: Mapping[str, Tensor], max_shard_bytes: int
+    folder: Path,
+    model: nn.Module,
+    store: Store,
+    buffers: Mapping[str, Tensor],
+    max_shard_bytes: int,
+    share: Share | None = None,
 ) -> None:
     """Whole or not at all. Tied tensors are stored once; of a model with adapters, the adapters."""
     everything: dict[str, Source] = {**parameter_places(store.frame, store.names), **buffers}
     aliases = store.frame.chain.aliases
-    with whole_folder(folder, (SINGLE, INDEX, ADAPTER)) as unfinished:
+    with written_folder(folder, (SINGLE, INDEX, ADAPTER), share) as unfinished:
         if hasattr(model, "peft_config"):
-            _export_adapters(unfinished, model, everything, store)
+            _export_adapters(unfinished, model, everything, store, share)
             return
         names = dict.fromkeys(aliases.get(name, name) for name in model.state_dict(keep_vars=True))
         tensors = {name: everything[name] for name in names if name in everything}
         metadata = {"format": "pt"}
         if not hasattr(model, "config"):
             metadata |= {alias: name for alias, name in aliases.items() if name in tensors}
-        _write_shards(unfinished, _shards(tensors, max_shard_bytes), store, metadata)
-        _save_config(unfinished, model, tensors)
+        _write_shards(unfinished, _shards(tensors, max_shard_bytes), store, metadata, share)
+        if share is None or share.first:
+            _save_config(unfinished, model, tensors)
 
 
 def _shards(tensors: Mapping[str, Source], max_bytes: int) -> list[dict[str, Source]]:
@@ -49,18 +55,21 @@ def _shards(tensors: Mapping[str, Source], max_bytes: int) -> list[dict[str, Sou
     return shards
 
 
-def _write_shards(folder: Path, shards: list[dict[str, Source]], store: Store, metadata: Mapping[str, str]) -> None:
+def _write_shards(
+    folder: Path, shards: list[dict[str, Source]], store: Store, metadata: Mapping[str, str], share: Share | None
+) -> None:
     if len(shards) == 1:
-        write_tensors(folder / SINGLE, shards[0], store, metadata)
+        write_tensors(folder / SINGLE, shards[0], store, metadata, share)
         return
     places: dict[str, str] = {}
     for number, shard in enumerate(shards, 1):
         file = f"model-{number:05}-of-{len(shards):05}.safetensors"
-        write_tensors(folder / file, shard, store, metadata)
+        write_tensors(folder / file, shard, store, metadata, share)
         places |= dict.fromkeys(shard, file)
     total = sum(_num_bytes(tensor) for shard in shards for tensor in shard.values())
     index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(places.items()))}
-    (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
+    if share is None or share.first:
+        (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
 
 def _save_config(folder: Path, model: Any, tensors: Mapping[str, Source]) -> None:
@@ -76,7 +85,9 @@ def _save_config(folder: Path, model: Any, tensors: Mapping[str, Source]) -> Non
         generation.save_pretrained(folder)
 
 
-def _export_adapters(folder: Path, model: Any, everything: Mapping[str, Source], store: Store) -> None:
+def _export_adapters(
+    folder: Path, model: Any, everything: Mapping[str, Source], store: Store, share: Share | None
+) -> None:
     """One adapter, under the names and with the config that peft gives it."""
     from peft import get_peft_model_state_dict
 
@@ -84,8 +95,10 @@ def _export_adapters(folder: Path, model: Any, everything: Mapping[str, Source],
     names = {id(parameter): name for name, parameter in parameters.items()}
     kept = get_peft_model_state_dict(model, state_dict=parameters, save_embedding_layers=False)
     tensors = {exported: everything[names[id(parameter)]] for exported, parameter in kept.items()}
-    write_tensors(folder / ADAPTER, tensors, store, {"format": "pt"})
-    model.peft_config[model.active_adapter].save_pretrained(str(folder))
+    names_of = {exported: names[id(parameter)] for exported, parameter in kept.items()}
+    write_tensors(folder / ADAPTER, tensors, store, {"format": "pt"}, None if share is None else share.under(names_of))
+    if share is None or share.first:
+        model.peft_config[model.active_adapter].save_pretrained(str(folder))
 
 
 def _num_bytes(tensor: Source) -> int:

@@ -7,18 +7,25 @@ import torch
 from torch import Tensor, nn
 
 from counterpoint.core.errors import ModelError
+from counterpoint.core.task import weight
 from counterpoint.decomposer import initialise, stream_safetensors
-from counterpoint.decomposer.chain import Chain
-from counterpoint.runtime.home import parameter_places
+from counterpoint.decomposer.chain import NO_LAYER, Chain
+from counterpoint.runtime.home import Place, parameter_places
 from counterpoint.runtime.store import Store
 
 
-def fill(store: Store, model: nn.Module, weights: Path | None, seed: int) -> dict[str, Tensor]:
-    """Put every parameter home; the model's buffers, in memory. What is on meta is initialised as the model says."""
+def fill(
+    store: Store, model: nn.Module, weights: Path | None, seed: int, layers: frozenset[int] | None = None
+) -> dict[str, Tensor]:
+    """Put every parameter home; the model's buffers, in memory. What is on meta is initialised as the model says.
+
+    Of several devices each puts home what lies in its `layers`, and says so.
+    """
     chain = store.frame.chain
-    places = parameter_places(store.frame, store.names)
+    places = _wanted(chain, parameter_places(store.frame, store.names), layers)
+    before = parameter_places(store.frame, store.names, -1)
     buffers: dict[str, Tensor] = {}
-    for name, tensor in _tensors(model, chain, weights, seed):
+    for name, tensor in _tensors(model, chain, weights, seed, frozenset(places)):
         if name in chain.buffers:
             buffers[name] = tensor.detach().to(chain.buffers[name].dtype).clone()
         elif name in places:
@@ -26,8 +33,24 @@ def fill(store: Store, model: nn.Module, weights: Path | None, seed: int) -> dic
             if tuple(tensor.shape) != place.shape:
                 raise ModelError(f"{name!r} has shape {tuple(tensor.shape)} in the weights, {place.shape} in the model")
             source = tensor.detach().to(place.dtype).contiguous().view(-1).view(torch.uint8)
-            store.write_place(place.key, place.offset_bytes, source)
+            for key in dict.fromkeys((place.key, before[name].key)):
+                store.write_place(key, place.offset_bytes, source)
+    announce(store, layers)
     return {name: buffers[name] for name in chain.buffers}
+
+
+def announce(store: Store, layers: frozenset[int] | None) -> None:
+    """Say that the weights of some layers are home: the newest version and, where it has a place, the one before."""
+    for layer in range(store.frame.num_layers) if layers is None else sorted(layers):
+        if store.frame.weights[layer].slots:
+            for number in (-1, 0) if store.names.two_versions else (0,):
+                store.announce(weight(layer, number))
+
+
+def _wanted(chain: Chain, places: dict[str, Place], layers: frozenset[int] | None) -> dict[str, Place]:
+    if layers is None:
+        return places
+    return {name: place for name, place in places.items() if chain.parameters[name].owner in (*layers, NO_LAYER)}
 
 
 def blank_buffers(chain: Chain) -> dict[str, Tensor]:
@@ -35,9 +58,12 @@ def blank_buffers(chain: Chain) -> dict[str, Tensor]:
     return {name: torch.zeros(spec.shape, dtype=spec.dtype) for name, spec in chain.buffers.items()}
 
 
-def _tensors(model: nn.Module, chain: Chain, weights: Path | None, seed: int) -> Iterator[tuple[str, Tensor]]:
+def _tensors(
+    model: nn.Module, chain: Chain, weights: Path | None, seed: int, places: frozenset[str]
+) -> Iterator[tuple[str, Tensor]]:
     if weights is None:
-        yield from initialise(model, seed)
+        everything = len(places) == len(chain.parameters)
+        yield from initialise(model, seed, None if everything else places | chain.buffers.keys())
         return
     kept = model.state_dict(keep_vars=True)
     rename = _base_name if hasattr(model, "peft_config") else str

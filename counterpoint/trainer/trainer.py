@@ -1,8 +1,9 @@
 """The public Trainer: a model, its optimizer and an example batch into training steps within a memory budget."""
 
 import contextlib
+import math
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -19,12 +20,14 @@ from counterpoint.decomposer.example import Loss
 from counterpoint.runtime.checkpoint import Facts, read_checkpoint, read_facts, write_checkpoint
 from counterpoint.runtime.compute import Step
 from counterpoint.runtime.memory_process import peak_resident_bytes, resident_bytes, set_allocator_thresholds
+from counterpoint.runtime.peers import Peers, started_by_launcher
+from counterpoint.runtime.share import Share
 from counterpoint.trainer.engine import Engine
 from counterpoint.trainer.export import export_model
-from counterpoint.trainer.initial_weights import fill
-from counterpoint.trainer.parts import Model, batch_size, microbatches, parts_of
+from counterpoint.trainer.initial_weights import announce, fill
+from counterpoint.trainer.parts import Model, Parts, batch_size, microbatches, parts_of
 from counterpoint.trainer.statistics import Statistics, measured_timeline, waited
-from counterpoint.trainer.wishes import PRECISIONS, read_wishes
+from counterpoint.trainer.wishes import PRECISIONS, Wishes, read_wishes
 
 RECORDED_STEPS = 16
 
@@ -36,6 +39,11 @@ class Trainer:
     process. What does not fit lives in the folder `disk`. A model on the meta device gets its own initial weights, or
     those in the folder `weights`, or those of the checkpoint `resume`, which also brings the state of the training.
     Everything else may be left to the planner or given by hand.
+
+    Started by torchrun, or with a process group of one's own, each process is one device with `memory` to itself. All
+    of them make the same calls with the same batches, and every call tells all of them the same. `replicas` are copies
+    of the model, each with its share of the batch. Under 2bw a step is finished while the next one runs: `step` then
+    returns the loss of the step before, and `settle` finishes the last.
 
     `plan` prints as its forecast. `step_count` counts finished steps; `data_position` is the caller's to set, and is
     saved and loaded with the rest.
@@ -59,44 +67,62 @@ class Trainer:
         pack: int | None = None,
         residency: str = "planned",
         plan: Plan | None = None,
+        replicas: int | None = None,
+        devices: int | None = None,
         weights: str | Path | None = None,
         resume: str | Path | None = None,
     ) -> None:
         set_allocator_thresholds()
         self.optimizer = optimizer
-        facts = None if resume is None else read_facts(Path(resume))
-        parts = parts_of(model, optimizer, example, loss, PRECISIONS.get(precision))
-        self.minibatch_size = batch_size(parts.chain, example)
-        if facts is not None and microbatch is None and plan is None:
-            microbatch = _kept_microbatch(facts, self.minibatch_size)
-        wishes = read_wishes(
-            minibatch_size=self.minibatch_size, memory=memory, disk=disk, max_grad_norm=max_grad_norm,
-            microbatch=microbatch, precision=precision, seed=seed, schedule=schedule, activations=activations,
-            pack=pack, residency=residency, plan=plan,
-        )  # fmt: skip
+        self._share: Share | None = None
+        with contextlib.ExitStack() as stack:
+            self.peers = _join(stack, devices)
+            with _telling(self.peers):
+                facts = None if resume is None else read_facts(Path(resume))
+                parts = parts_of(model, optimizer, example, loss, PRECISIONS.get(precision))
+                self.minibatch_size = batch_size(parts.chain, example)
+                if facts is not None and microbatch is None and plan is None:
+                    microbatch = _kept_microbatch(facts, self.minibatch_size)
+                wishes = read_wishes(
+                    minibatch_size=self.minibatch_size, memory=memory, disk=disk, max_grad_norm=max_grad_norm,
+                    microbatch=microbatch, precision=precision, seed=seed, schedule=schedule, activations=activations,
+                    pack=pack, residency=residency, plan=plan, replicas=replicas,
+                    num_devices=self.peers.count if self.peers else 1,
+                )  # fmt: skip
+                self._begin(stack, parts, wishes, example)
+                if resume is not None:
+                    self.load(resume)
+                else:
+                    self._fill(Path(weights) if weights else None, seed)
+            self._stack = stack.pop_all()
+
+    def _begin(self, stack: contextlib.ExitStack, parts: Parts, wishes: Wishes, example: Batch) -> None:
         self.memory_bytes = wishes.memory_bytes
         self.step_count = self.data_position = 0
         self.extra: dict[str, Any] = {}
+        self.loss = math.nan
         self._begin_ns, self._moved = 0, (0, 0)
-        with contextlib.ExitStack() as stack:
-            self._engine = engine = Engine(stack, parts, wishes, example)
-            self.model, self.chain, self.frame, self.rule = parts.module, parts.chain, parts.frame, parts.rule
-            self.plan, self.program, self.forecast = engine.plan, engine.program, engine.forecast
-            self.profile, self.machine, self.base_bytes = engine.profile, engine.machine, engine.base_bytes
-            self.folder, self.disk, self.store = engine.folder, engine.disk, engine.store
-            self.compute, self.executor = engine.compute, engine.executor
-            if resume is not None:
-                self.load(resume)
-            else:
-                self.compute.buffers.update(fill(self.store, self.model, Path(weights) if weights else None, seed))
-            self._stack = stack.pop_all()
+        self._engine = engine = Engine(stack, parts, wishes, example, self.peers)
+        self.model, self.chain, self.frame, self.rule = parts.module, parts.chain, parts.frame, parts.rule
+        self.plan, self.program, self.forecast = engine.plan, engine.program, engine.forecast
+        self.profile, self.machine, self.base_bytes = engine.profile, engine.machine, engine.base_bytes
+        self.folder, self.disk, self.store = engine.folder, engine.disk, engine.store
+        self.compute, self.executor, self.device = engine.compute, engine.executor, engine.device
+        if self.peers is not None:
+            self._share = Share(self.peers, engine.duties, parts.chain)
+
+    def _fill(self, weights: Path | None, seed: int) -> None:
+        self.compute.buffers.update(fill(self.store, self.model, weights, seed, self._engine.fills))
+        if self.peers is not None:
+            self.peers.barrier("the weights are home")
 
     # ---- training
 
     def step(self, batch: Batch) -> float:
         """One minibatch through to its update; the mean loss of its microbatches.
 
-        A loss that is not finite raises LossError and leaves everything as it was before the step.
+        A loss that is not finite raises LossError. On a single device it leaves everything as it was before the step.
+        Under 2bw the loss is that of the step before, not a number the first time.
         """
         if (found := batch_size(self.chain, batch)) != self.minibatch_size:
             raise ModelError(
@@ -106,12 +132,18 @@ class Trainer:
         counters = self.store.counters
         self._begin_ns = time.monotonic_ns() - self.executor.origin_ns
         loaded, evicted = counters.loaded_bytes, counters.evicted_bytes
-        self._engine.run(step)
+        if self._engine.looks_ahead:
+            step.groups = [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
+        self._take_loss(self._engine.run(step))
         self._moved = (counters.loaded_bytes - loaded, counters.evicted_bytes - evicted)
         self.step_count += 1
         self.executor.forget_spans(self.step_count - RECORDED_STEPS)
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # what a scheduler looks for
-        return float(torch.stack(list(step.losses.values())).mean())
+        return self.loss
+
+    def _take_loss(self, step: Step | None) -> None:
+        if step is not None:
+            self.loss = float(torch.stack([step.losses[microbatch] for microbatch in sorted(step.losses)]).mean())
 
     def evaluate(self, batch: Batch) -> float:
         """The mean loss of a batch of any size as in eval mode: nothing of the training is changed."""
@@ -119,11 +151,13 @@ class Trainer:
         if not count:
             raise ModelError("the batch is empty: give at least one sample")
         sizes = [min(size, count - start) for start in range(0, count, size)]
+        self.settle()
         return self._engine.evaluate(microbatches(self.chain, batch, size), sizes, self.step_count)
 
-    def settle(self) -> None:
-        """Bring everything home, so that what is there is the whole state of the training."""
-        self._engine.settle(self.step_count)
+    def settle(self) -> float:
+        """Finish all steps and bring everything home: the state of the training is there. The newest step's loss."""
+        self._take_loss(self._engine.settle(self.step_count))
+        return self.loss
 
     # ---- checkpoints
 
@@ -142,7 +176,8 @@ class Trainer:
             generator=torch.get_rng_state(),
             extra=dict(extra or {}),
         )
-        write_checkpoint(Path(folder), self.store, self.compute.buffers, facts)
+        with self._engine.telling():
+            write_checkpoint(Path(folder), self.store, self.compute.buffers, facts, self._share)
 
     def load(self, folder: str | Path) -> dict[str, Any]:
         """Go on from a checkpoint, also after a failure and under any plan; returns the `extra` it was saved with.
@@ -152,7 +187,11 @@ class Trainer:
         facts = read_facts(Path(folder))
         _refuse_other_optimizer(facts, self.optimizer)
         with self._engine.replaced(self.step_count, f"loading {folder}"):
-            read_checkpoint(Path(folder), self.store, self.compute.buffers)
+            self._engine.begin_at(facts.step)
+            read_checkpoint(Path(folder), self.store, self.compute.buffers, self._engine.fills)
+            announce(self.store, self._engine.fills)
+            if self.peers is not None:
+                self.peers.barrier("the checkpoint is home")
         self.step_count, self.data_position, self.extra = facts.step, facts.data_position, facts.extra
         self.compute.seed, self.rule.scalars = facts.seed, facts.scalars
         for group, saved in zip(self.optimizer.param_groups, facts.groups, strict=True):
@@ -163,7 +202,9 @@ class Trainer:
     def export(self, folder: str | Path, max_shard: str | int = "5GB") -> None:
         """Write the model as safetensors in Hugging Face layout, in files of at most `max_shard`."""
         self.settle()
-        export_model(Path(folder), self.model, self.store, self.compute.buffers, parse_bytes(max_shard))
+        max_bytes = parse_bytes(max_shard)
+        with self._engine.telling():
+            export_model(Path(folder), self.model, self.store, self.compute.buffers, max_bytes, self._share)
 
     # ---- what it did
 
@@ -197,7 +238,33 @@ class Trainer:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if error is not None and self.peers is not None:
+            self.peers.fail(error)
         self.close()
+
+
+def _join(stack: contextlib.ExitStack, devices: int | None) -> Peers | None:
+    """The other processes, if there are any."""
+    if not started_by_launcher():
+        if devices not in (None, 1):
+            raise ValueError(f"{devices} devices are as many processes, this is one: start it with torchrun")
+        return None
+    peers = Peers()
+    stack.callback(peers.part)
+    if devices not in (None, peers.count):
+        raise ValueError(f"{devices} devices are asked for and {peers.count} processes were started")
+    return peers
+
+
+@contextlib.contextmanager
+def _telling(peers: Peers | None) -> Iterator[None]:
+    """Whatever fails here is told to the others."""
+    try:
+        yield
+    except BaseException as error:
+        if peers is not None:
+            peers.fail(error)
+        raise
 
 
 def _refuse_other_optimizer(facts: Facts, optimizer: Optimizer) -> None:

@@ -12,6 +12,7 @@ from counterpoint.runtime.memory_process import memory_limit_bytes
 
 PRECISIONS: dict[str, torch.dtype | None] = {"fp32": None, "bf16": torch.bfloat16}
 SCHEDULES = ("harmony", "plain")
+SCHEDULES_OF_SEVERAL = ("harmony", "harmony_pp", "model_parallel", "gpipe", "flush", "2bw")
 RESIDENCIES = ("planned", "lru")
 DEFAULT_SHARE_PERCENT = 80  # of the machine's memory, when no budget is given
 
@@ -27,6 +28,7 @@ class Wishes:
     autocast: torch.dtype | None
     max_grad_norm: float | None
     seed: int
+    replicas: int | None = None
 
 
 def read_wishes(
@@ -43,12 +45,15 @@ def read_wishes(
     pack: int | None,
     residency: str,
     plan: Plan | None,
+    replicas: int | None = None,
+    num_devices: int = 1,
 ) -> Wishes:
     _refuse_unknown("precision", precision, tuple(PRECISIONS))
-    _refuse_unknown("schedule", schedule, SCHEDULES)
+    _refuse_schedule(schedule, num_devices, replicas)
     _refuse_unknown("residency", residency, RESIDENCIES)
     _refuse_unknown("activations", activations, (None, *POLICIES))
     _refuse_bad_sizes(minibatch_size, microbatch, pack, max_grad_norm, plan)
+    _refuse_other_plan(plan, minibatch_size, num_devices, max_grad_norm is not None)
     freedom = Freedom(
         minibatch_size,
         [microbatch] if microbatch else [d for d in (1, 2, 4, 8, 16, 32) if minibatch_size % d == 0],
@@ -60,7 +65,7 @@ def read_wishes(
     )
     memory_bytes = memory_limit_bytes() * DEFAULT_SHARE_PERCENT // 100 if memory is None else parse_bytes(memory)
     folder = None if disk is None else Path(disk)
-    return Wishes(memory_bytes, freedom, plan, folder, PRECISIONS[precision], max_grad_norm, seed)
+    return Wishes(memory_bytes, freedom, plan, folder, PRECISIONS[precision], max_grad_norm, seed, replicas)
 
 
 def _refuse_unknown(option: str, value: object, known: tuple[object, ...]) -> None:
@@ -77,11 +82,29 @@ def _refuse_bad_sizes(
         raise ValueError(f"a pack has at least 1 layer, not {pack}")
     if max_grad_norm is not None and not max_grad_norm > 0:
         raise ValueError(f"max_grad_norm must be positive, not {max_grad_norm}; leave it out to clip nothing")
+
+
+def _refuse_schedule(schedule: str, num_devices: int, replicas: int | None) -> None:
+    if num_devices == 1 and schedule in SCHEDULES_OF_SEVERAL and schedule not in SCHEDULES:
+        raise ValueError(
+            f"{schedule} needs several devices and this is one process; start it with torchrun or counterpoint train "
+            "--devices"
+        )
+    _refuse_unknown("schedule", schedule, SCHEDULES if num_devices == 1 else SCHEDULES_OF_SEVERAL)
+    if replicas is not None and (replicas < 1 or num_devices % replicas):
+        raise ValueError(f"{num_devices} devices do not divide into {replicas} replicas")
+
+
+def _refuse_other_plan(plan: Plan | None, minibatch_size: int, num_devices: int, clipping: bool) -> None:
     if plan is None:
         return
+    known = SCHEDULES if num_devices == 1 else SCHEDULES_OF_SEVERAL
     if plan.minibatch_size != minibatch_size:
         raise ValueError(f"the plan is for minibatches of {plan.minibatch_size}, the example has {minibatch_size}")
-    if plan.schedule not in SCHEDULES or plan.num_devices > 1:
-        raise ValueError(f"the plan is for {plan.schedule} on {plan.num_devices} devices; this trainer has one")
-    if plan.clipping != (max_grad_norm is not None):
+    if plan.schedule not in known or plan.num_devices != num_devices:
+        has = "one" if num_devices == 1 else str(num_devices)
+        raise ValueError(f"the plan is for {plan.schedule} on {plan.num_devices} devices; this trainer has {has}")
+    if plan.clipping != clipping:
         raise ValueError("the plan and max_grad_norm disagree about clipping; give both or neither")
+    if num_devices > 1 and (plan.host_layers or plan.forward_group > 1 or plan.backward_group > 1):
+        raise ValueError("updates at home and groups of microbatches are for one device; several can only simulate them")

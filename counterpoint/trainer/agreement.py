@@ -1,0 +1,123 @@
+"""What each process was given -> certainty that all were given the same, or an error that names those that differ."""
+
+import base64
+import hashlib
+import json
+import platform
+from collections.abc import Mapping
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from counterpoint.core.costs import Costs
+from counterpoint.core.errors import ExecutionError
+from counterpoint.core.files import from_json, to_json
+from counterpoint.core.machine import Machine
+from counterpoint.core.plan import Plan
+from counterpoint.core.profile import Profile
+from counterpoint.core.text import dump
+from counterpoint.planner.forecast import Forecast, placed_program
+from counterpoint.planner.search import Freedom
+from counterpoint.runtime.compute import Compute
+from counterpoint.runtime.duties import Duties
+from counterpoint.runtime.peers import Peers
+from counterpoint.trainer.decision import Decision
+from counterpoint.trainer.decision_devices import decide_for_devices
+from counterpoint.trainer.parts import Parts
+from counterpoint.trainer.wishes import Wishes
+
+T = TypeVar("T")
+
+
+def agree(peers: Peers, parts: Parts, wishes: Wishes) -> None:
+    """Compare versions, model, optimizer and options of all processes with those of device 0."""
+    known = peers.gather("what is trained", facts_of(parts, wishes))
+    problems = []
+    for device, facts in enumerate(known):
+        different = [name for name in known[0] if facts.get(name) != known[0][name]]
+        problems += [
+            f"{name} on device {device} is {_of(facts, name)}, on device 0 {_of(known[0], name)}" for name in different
+        ]
+    if problems:
+        raise ExecutionError(f"the processes differ: {'; '.join(problems)}; start all of them alike")
+
+
+def facts_of(parts: Parts, wishes: Wishes) -> dict[str, str]:
+    chain, optimizer = parts.chain, parts.rule.optimizer
+    shapes = {name: (spec.shape, str(spec.dtype), spec.requires_grad) for name, spec in chain.parameters.items()}
+    groups = [{k: str(v) for k, v in g.items() if k not in ("params", "lr")} for g in optimizer.param_groups]
+    return {
+        "torch": torch.__version__,
+        "counterpoint": _own_version(),
+        "python": ".".join(platform.python_version_tuple()[:2]),
+        "the model": f"{type(parts.module).__name__} {_digest([shapes, [layer.signature for layer in chain.layers]])}",
+        "the optimizer": f"{type(optimizer).__name__} {_digest([groups, parts.rule.group_of])}",
+        "the plan": "none" if wishes.plan is None else _digest(to_json(wishes.plan)),
+        "memory": str(wishes.memory_bytes),
+        "precision": str(wishes.autocast),
+        "max_grad_norm": str(wishes.max_grad_norm),
+        "the seed": str(wishes.seed),
+        "the options": _digest(repr(wishes.freedom)),
+    }
+
+
+def shared(peers: Peers, kind: type[T], what: str, value: T | None) -> T:
+    """Device 0's value on every device."""
+    data = peers.broadcast(what, None if value is None else to_json(value))
+    return value if value is not None else from_json(kind, data, what)
+
+
+def decide_together(
+    peers: Peers, profile: Profile, budget: int, folder: Path, freedom: Freedom, wishes: Wishes
+) -> Decision:
+    """Device 0 decides with everybody's budget; the others write the same program from its plan."""
+    budgets = peers.gather("the budget", budget)
+    chosen: Decision | None = None
+    if peers.device == 0:
+        chosen = decide_for_devices(profile, budgets, folder, freedom, wishes.plan, wishes.replicas)
+    plan = shared(peers, Plan, "the plan", chosen.plan if chosen else None)
+    machine = shared(peers, Machine, "the machine", chosen.machine if chosen else None)
+    expected = shared(peers, Forecast, "the forecast", chosen.forecast if chosen else None)
+    program = chosen.program if chosen else placed_program(profile, machine, plan, Costs(profile, plan))
+    digests = peers.gather("the program", _digest(dump(program)))
+    if len(set(digests)) > 1:
+        raise ExecutionError(f"the devices wrote different programs for one plan: {digests}; start all of them alike")
+    return Decision(machine, budgets[peers.device], plan, program, expected)
+
+
+def share_buffers(peers: Peers, duties: Duties, compute: Compute) -> None:
+    """Buffers that layers mutate are those of the first device that runs the layer, on every device."""
+    owned: dict[str, tuple[int, str]] = {}
+    for layer in compute.chain.layers:
+        owned |= {name: (duties.runners[layer.index][0], name) for name in layer.mutates}
+    if not owned:
+        return
+    own = {n: _packed(compute.buffers[n]) for n, (device, _) in owned.items() if device == peers.device}
+    found = peers.gather("the buffers", own)
+    for name, (device, _) in owned.items():
+        if device != peers.device:
+            like = compute.buffers[name]
+            data = bytearray(base64.b64decode(found[device][name]))
+            compute.buffers[name] = torch.frombuffer(data, dtype=torch.uint8).view(like.dtype).view(like.shape).clone()
+
+
+def _packed(tensor: Tensor) -> str:
+    return base64.b64encode(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()).decode()
+
+
+def _of(facts: Mapping[str, Any], name: str) -> str:
+    return str(facts.get(name, "unknown"))
+
+
+def _digest(data: Any) -> str:
+    return hashlib.blake2b(json.dumps(data, default=str).encode(), digest_size=4).hexdigest()
+
+
+def _own_version() -> str:
+    try:
+        return version("counterpoint")
+    except PackageNotFoundError:
+        return "unknown"

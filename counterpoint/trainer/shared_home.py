@@ -1,0 +1,61 @@
+"""A program and a folder -> this device's part of its server's home: names, files and the table of versions."""
+
+import contextlib
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+
+from counterpoint.runtime.disk import Disk
+from counterpoint.runtime.duties import Duties
+from counterpoint.runtime.home import unused_sizes
+from counterpoint.runtime.home_names import HomeNames
+from counterpoint.runtime.peers import Peers
+from counterpoint.runtime.store import home_sizes
+from counterpoint.runtime.versions import Versions
+from counterpoint.trainer.parts import Parts
+
+
+@dataclass(frozen=True)
+class SharedHome:
+    """`disk` is the server's, `passing` this device's own; `fills` are the layers that it puts home at the start."""
+
+    disk: Disk
+    passing: Disk
+    names: HomeNames
+    versions: Versions
+    fills: frozenset[int]
+
+
+def common_folder(stack: contextlib.ExitStack, peers: Peers, folder: Path | None) -> Path:
+    """The folder that was given, or one that the server's first device makes and removes."""
+    made = ""
+    if folder is None and peers.leads:
+        made = stack.enter_context(tempfile.TemporaryDirectory(prefix="counterpoint-"))
+    found = peers.gather("folder", made if folder is None else str(folder))
+    chosen = Path(found[peers.server_devices[0]])
+    chosen.mkdir(parents=True, exist_ok=True)
+    return chosen
+
+
+def open_home(stack: contextlib.ExitStack, peers: Peers, folder: Path, parts: Parts, duties: Duties) -> SharedHome:
+    """The server's first device makes the files, then the others open them."""
+    here, device = peers.server_devices, peers.device
+    copies = {layer: [d for d in duties.writers[layer] if d in here] for layer in sorted(duties.copied)}
+    holders = {layer: device if device in found else found[0] for layer, found in copies.items() if found}
+    sizes = {
+        **home_sizes(parts.frame, parts.states, duties.two_versions, copies),
+        **unused_sizes(parts.chain),
+    }
+    keys = [key for key in sizes if key.startswith("weight")]
+    if peers.leads:
+        disk = stack.enter_context(Disk(folder, sizes))
+        versions = Versions(folder / "versions.bin", keys, make=True)
+        stack.callback(versions.path.unlink, missing_ok=True)
+    peers.barrier("the home is made")
+    if not peers.leads:
+        disk = stack.enter_context(Disk(folder, sizes, make=False))
+        versions = Versions(folder / "versions.bin", keys, make=False)
+    stack.callback(versions.close)
+    passing = stack.enter_context(Disk(folder / f"device {device}", {}))
+    fills = frozenset(i for i in range(parts.frame.num_layers) if duties.fills(i, device, peers.servers))
+    return SharedHome(disk, passing, HomeNames(holders, duties.two_versions), versions, fills)

@@ -1,0 +1,259 @@
+"""Tiny models for several devices, the loops that they are held against, and training one of them on a device."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+
+from counterpoint import Trainer
+from counterpoint.core.plan import Pack, Plan, equal_packs
+
+MEMORY = "4GiB"
+NUM_LAYERS = 6
+
+
+class Mlp(nn.Module):
+    """Six linear layers of uneven sizes; a value skips over the middle."""
+
+    def __init__(self, dropout: float = 0.0, norm: bool = False) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 24)
+        self.second = nn.Linear(24, 16)
+        self.third = nn.Linear(16, 16)
+        self.fourth = nn.Linear(16, 24)
+        self.fifth = nn.Linear(24, 24)
+        self.last = nn.Linear(24, 4)
+        self.drop = nn.Dropout(dropout)
+        self.norm = nn.BatchNorm1d(16) if norm else nn.Identity()
+
+    def forward(self, x: Tensor) -> Tensor:
+        skipped = torch.relu(self.first(x))
+        hidden = self.norm(torch.tanh(self.second(skipped)))
+        hidden = self.drop(torch.relu(self.third(hidden)))
+        hidden = torch.relu(self.fourth(hidden)) + skipped
+        return self.last(self.drop(torch.tanh(self.fifth(hidden))))
+
+
+class Tied(nn.Module):
+    """The head uses the embedding's matrix."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(11, 12)
+        self.first = nn.Linear(12, 20)
+        self.second = nn.Linear(20, 12)
+        self.third = nn.Linear(12, 12)
+        self.head = nn.Linear(12, 11, bias=False)
+        self.head.weight = self.embedding.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.embedding(x)
+        hidden = hidden + self.second(torch.relu(self.first(hidden)))
+        return self.head(torch.tanh(self.third(hidden)))
+
+
+def mlp_loss(output: Tensor, batch: dict[str, Tensor]) -> Tensor:
+    return functional.cross_entropy(output, batch["y"])
+
+
+def tied_loss(output: Tensor, batch: dict[str, Tensor]) -> Tensor:
+    return functional.cross_entropy(output.flatten(0, 1), batch["y"].flatten())
+
+
+OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
+    "sgd": lambda model: torch.optim.SGD(model.parameters(), lr=0.05),
+    "momentum": lambda model: torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=0.01),
+    "adamw": lambda model: torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1),
+}
+
+
+@dataclass(frozen=True)
+class Problem:
+    """What is trained and how; everything in it can be sent to another process."""
+
+    model: str = "mlp"
+    optimizer: str = "adamw"
+    dtype: str = "float32"
+    dropout: float = 0.0
+    minibatch: int = 8
+    microbatch: int = 2
+    max_grad_norm: float | None = None
+    precision: str = "fp32"
+    decayed: bool = False
+    steps: int = 4
+    seed: int = 3
+
+    def build(self) -> nn.Module:
+        torch.manual_seed(7)
+        model = Tied() if self.model == "tied" else Mlp(self.dropout, norm=self.model == "normed")
+        return model.to(getattr(torch, self.dtype)).train()
+
+    @property
+    def loss(self) -> Callable[[Tensor, dict[str, Tensor]], Tensor]:
+        return tied_loss if self.model == "tied" else mlp_loss
+
+    def batches(self, steps: int | None = None) -> list[dict[str, Tensor]]:
+        generator = torch.Generator().manual_seed(1)
+        return [self._batch(generator) for _ in range(self.steps if steps is None else steps)]
+
+    def _batch(self, generator: torch.Generator) -> dict[str, Tensor]:
+        size = self.minibatch
+        if self.model == "tied":
+            x, y = (torch.randint(0, 11, (size, 5), generator=generator) for _ in range(2))
+            return {"x": x, "y": y}
+        x = torch.randn(size, 8, generator=generator).to(getattr(torch, self.dtype))
+        return {"x": x, "y": torch.randint(0, 4, (size,), generator=generator)}
+
+    def scheduler(self, optimizer: torch.optim.Optimizer) -> Any:
+        return torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.7) if self.decayed else None
+
+
+@dataclass(frozen=True)
+class Setting:
+    """How it is spread: `plan` goes to the trainer as it is, and so do `options`."""
+
+    plan: Plan | None = None
+    memory: str | int = MEMORY
+    options: dict[str, Any] = field(default_factory=dict)
+
+
+def staged(
+    schedule: str, problem: Problem, num_layers: int = NUM_LAYERS, stages: int = 2, replicas: int = 1,
+    policy: str = "recompute", pack: int = 1, **changes: Any,
+) -> Plan:  # fmt: skip
+    """Stages of equal numbers of layers, the later ones larger."""
+    bounds = [num_layers * i // stages for i in range(stages + 1)]
+    positions = tuple(Pack(a, b - 1) for a, b in zip(bounds, bounds[1:], strict=False))
+    packs = tuple(
+        Pack(stage.first + p.first, stage.first + p.last)
+        for stage in positions
+        for p in equal_packs(stage.last - stage.first + 1, pack)
+    )
+    return Plan(
+        schedule, problem.minibatch // problem.microbatch // replicas, problem.microbatch, packs, packs,
+        (policy,) * len(packs), num_devices=stages * replicas, num_replicas=replicas, stages=positions,
+        clipping=problem.max_grad_norm is not None, **changes,
+    )  # fmt: skip
+
+
+def replicated(problem: Problem, replicas: int, num_layers: int = NUM_LAYERS, **changes: Any) -> Plan:
+    packs = equal_packs(num_layers, 1)
+    return Plan(
+        "harmony", problem.minibatch // problem.microbatch // replicas, problem.microbatch, packs, packs[:-1],
+        ("recompute",) * len(packs), num_devices=replicas, num_replicas=replicas,
+        clipping=problem.max_grad_norm is not None, **changes,
+    )  # fmt: skip
+
+
+def wrapped(problem: Problem, devices: int, num_layers: int = NUM_LAYERS, **changes: Any) -> Plan:
+    packs = equal_packs(num_layers, 1)
+    return Plan(
+        "harmony_pp", problem.minibatch // problem.microbatch, problem.microbatch, packs, packs[:-1],
+        ("recompute",) * len(packs), num_devices=devices, clipping=problem.max_grad_norm is not None, **changes,
+    )  # fmt: skip
+
+
+def make_trainer(problem: Problem, setting: Setting, folder: str) -> Trainer:
+    model = problem.build()
+    optimizer = OPTIMIZERS[problem.optimizer](model)
+    options = {"microbatch": problem.microbatch, **setting.options} if setting.plan is None else setting.options
+    return Trainer(
+        model, optimizer, example=problem.batches(1)[0], memory=setting.memory, disk=folder, loss=problem.loss,
+        max_grad_norm=problem.max_grad_norm, precision=problem.precision, seed=problem.seed, plan=setting.plan,
+        **options,
+    )  # fmt: skip
+
+
+def weights_of(trainer: Trainer) -> dict[str, Tensor]:
+    """Every weight and buffer at home; all devices must ask."""
+    trainer.settle()
+    if trainer.peers is not None:
+        trainer.peers.barrier("read")
+    found = {n: trainer.store.read_parameter(n) for n, s in trainer.chain.parameters.items() if s.owner >= 0}
+    if trainer.peers is not None:
+        trainer.peers.barrier("have read")
+    return found | dict(trainer.compute.buffers)
+
+
+def train(problem: Problem, setting: Setting, folder: str, settles: tuple[int, ...] = ()) -> dict[str, Any]:
+    """Runs in every process: the losses that were told, the weights at the end, what was moved."""
+    with make_trainer(problem, setting, folder) as trainer:
+        scheduler = problem.scheduler(trainer.optimizer)
+        losses = []
+        for number, batch in enumerate(problem.batches()):
+            losses.append(trainer.step(batch))
+            if scheduler is not None:
+                scheduler.step()
+            if number in settles:
+                losses.append(trainer.settle())
+        losses.append(trainer.settle())
+        return {"losses": losses, "weights": weights_of(trainer), "updates": trainer._engine.updates}
+
+
+def plain_loop(problem: Problem) -> tuple[dict[str, Tensor], list[float]]:
+    """Gradients of microbatches accumulated, clipped, then a step."""
+    model = problem.build()
+    optimizer = OPTIMIZERS[problem.optimizer](model)
+    scheduler = problem.scheduler(optimizer)
+    losses = []
+    for batch in problem.batches():
+        losses.append(_accumulate(problem, model, batch))
+        if problem.max_grad_norm is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), problem.max_grad_norm)
+        optimizer.step()
+        optimizer.zero_grad()
+        if scheduler is not None:
+            scheduler.step()
+    return {n: p.detach() for n, p in (*model.named_parameters(), *model.named_buffers())}, losses
+
+
+def delayed_loop(problem: Problem) -> tuple[dict[str, Tensor], list[float]]:
+    """2BW in one process: gradients at the weights before the last update, applied to the newest."""
+    model, old = problem.build(), problem.build()
+    optimizer = OPTIMIZERS[problem.optimizer](model)
+    scheduler = problem.scheduler(optimizer)
+    losses = []
+    for batch in problem.batches():
+        losses.append(_accumulate(problem, old, batch))
+        for newest, before in zip(model.parameters(), old.parameters(), strict=True):
+            newest.grad = before.grad
+            before.grad = None
+        if problem.max_grad_norm is not None:
+            nn.utils.clip_grad_norm_(model.parameters(), problem.max_grad_norm)
+        with torch.no_grad():
+            for newest, before in zip(model.parameters(), old.parameters(), strict=True):
+                before.copy_(newest)
+        optimizer.step()
+        optimizer.zero_grad()
+        if scheduler is not None:
+            scheduler.step()
+    return {n: p.detach() for n, p in (*model.named_parameters(), *model.named_buffers())}, losses
+
+
+def _accumulate(problem: Problem, model: nn.Module, batch: dict[str, Tensor]) -> float:
+    count = problem.minibatch // problem.microbatch
+    found = []
+    for k in range(count):
+        part = {n: t[k * problem.microbatch : (k + 1) * problem.microbatch] for n, t in batch.items()}
+        with torch.autocast("cpu", torch.bfloat16, enabled=problem.precision == "bf16"):
+            loss = problem.loss(model(part["x"]), part)
+        (loss / count).backward()
+        found.append(loss.detach())
+    return float(torch.stack(found).mean())
+
+
+def differences(found: dict[str, Tensor], expected: dict[str, Tensor]) -> dict[str, float]:
+    """What is not the same bit for bit, and by how much."""
+    return {
+        name: float((found[name] - tensor).abs().max())
+        for name, tensor in expected.items()
+        if not torch.equal(found[name], tensor)
+    }
+
+
+def folder_of(path: Path) -> str:
+    return str(path / "home")
