@@ -162,20 +162,30 @@ class Peers:
         return None
 
     def part(self) -> None:
-        """Leave when the others leave too; after a failure they have a moment to hear of it."""
+        """Leave when the others leave too, device 0 last: it may hold the store. After a failure all hear of it."""
         failed = self._said or self.failure is not None
+        seconds = _HEAR_SECONDS if failed else _PART_SECONDS
         try:
             self._store.set(f"parted {self.device}", "")
-            end = time.monotonic() + (_HEAR_SECONDS if failed else _PART_SECONDS)
-            waited = [f"parted {device}" for device in self.others]
-            while time.monotonic() < end and not self._store.check(waited) and (failed or self.failure is None):
-                time.sleep(0.01)
+            self._await("parted", self.others, seconds)
+            self._ended.set()
+            self._watcher.join(_ANSWER_SECONDS)
+            if self.device:
+                self._store.set(f"left {self.device}", "")
+            else:
+                self._await("left", self.others, _HEAR_SECONDS)
         except RuntimeError:
             failed = True
         self._ended.set()
         if self._owned and not failed and self.failure is None:
-            self._watcher.join()
             dist.destroy_process_group()
+
+    def _await(self, word: str, devices: tuple[int, ...], seconds: float) -> None:
+        end = time.monotonic() + seconds
+        failed = self.failure is not None
+        waited = [f"{word} {device}" for device in devices]
+        while time.monotonic() < end and not self._store.check(waited) and (failed or self.failure is None):
+            time.sleep(0.01)
 
 
 def _join() -> None:
