@@ -20,8 +20,8 @@ from counterpoint.decomposer.chain import NO_LAYER
 from counterpoint.runtime.file_errors import cannot
 from counterpoint.runtime.home import Place, parameter_places, state_places
 from counterpoint.runtime.plain_values import decode, encode
-from counterpoint.runtime.store import Store
 from counterpoint.runtime.share import Share, written_folder
+from counterpoint.runtime.store import Store
 from counterpoint.runtime.tensor_file import Source, Stretch, copy_home, read_layout, read_tensor, write_tensors
 from counterpoint.runtime.whole_folder import recover
 

@@ -150,7 +150,7 @@ class Peers:
         now = time.monotonic()
         for device, (pulse, since) in heard.items():
             if self._watch_store.check([f"failed {device}"]):
-                return self._watch_store.get(f"failed {device}").decode()
+                return str(self._watch_store.get(f"failed {device}").decode())
             if not self._watch_store.check([f"pulse {device}"]):
                 found = b""
             else:

@@ -132,7 +132,7 @@ class Transport:
         """Each peer sums a part of the slice and gives it to the others."""
         parts = dict(zip(peers, flat.tensor_split(len(peers)), strict=True))
         own = parts[self.device]
-        found = {peer: part for peer, part in zip(others, self._rooms(len(others), own), strict=True)}
+        found = dict(zip(others, self._rooms(len(others), own), strict=True))
         _exchange([(parts[peer], peer) for peer in others], [(found[peer], peer) for peer in others], _SUMS)
         found[self.device] = own
         total = found[peers[0]]

@@ -12,14 +12,13 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from counterpoint.core.costs import Costs
 from counterpoint.core.errors import ExecutionError
 from counterpoint.core.files import from_json, to_json
 from counterpoint.core.machine import Machine
 from counterpoint.core.plan import Plan
 from counterpoint.core.profile import Profile
-from counterpoint.core.text import dump
-from counterpoint.planner.forecast import Forecast, placed_program
+from counterpoint.core.text import dump, parse
+from counterpoint.planner.forecast import Forecast
 from counterpoint.planner.search import Freedom
 from counterpoint.runtime.compute import Compute
 from counterpoint.runtime.duties import Duties
@@ -73,7 +72,7 @@ def shared(peers: Peers, kind: type[T], what: str, value: T | None) -> T:
 def decide_together(
     peers: Peers, profile: Profile, budget: int, folder: Path, freedom: Freedom, wishes: Wishes
 ) -> Decision:
-    """Device 0 decides with everybody's budget; the others write the same program from its plan."""
+    """Device 0 decides with everybody's budget; the others take its program."""
     budgets = peers.gather("the budget", budget)
     chosen: Decision | None = None
     if peers.device == 0:
@@ -81,10 +80,8 @@ def decide_together(
     plan = shared(peers, Plan, "the plan", chosen.plan if chosen else None)
     machine = shared(peers, Machine, "the machine", chosen.machine if chosen else None)
     expected = shared(peers, Forecast, "the forecast", chosen.forecast if chosen else None)
-    program = chosen.program if chosen else placed_program(profile, machine, plan, Costs(profile, plan))
-    digests = peers.gather("the program", _digest(dump(program)))
-    if len(set(digests)) > 1:
-        raise ExecutionError(f"the devices wrote different programs for one plan: {digests}; start all of them alike")
+    text = peers.broadcast("the program", dump(chosen.program) if chosen else None)
+    program = chosen.program if chosen else parse(text)
     return Decision(machine, budgets[peers.device], plan, program, expected)
 
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -127,7 +128,7 @@ def staged(
 ) -> Plan:  # fmt: skip
     """Stages of equal numbers of layers, the later ones larger."""
     bounds = [num_layers * i // stages for i in range(stages + 1)]
-    positions = tuple(Pack(a, b - 1) for a, b in zip(bounds, bounds[1:], strict=False))
+    positions = tuple(Pack(a, b - 1) for a, b in pairwise(bounds))
     packs = tuple(
         Pack(stage.first + p.first, stage.first + p.last)
         for stage in positions

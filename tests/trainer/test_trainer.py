@@ -210,7 +210,8 @@ def test_batches_of_another_form_are_refused_and_harm_nothing(tmp_path: Path) ->
 def test_unknown_options_are_refused_by_name(tmp_path: Path) -> None:
     for options, reason in (
         ({"precision": "fp8"}, "unknown precision 'fp8'; known are fp32, bf16"),
-        ({"schedule": "2bw"}, "unknown schedule '2bw'; known are harmony, plain"),
+        ({"schedule": "2bw"}, "2bw needs several devices and this is one process"),
+        ({"schedule": "2wb"}, "unknown schedule '2wb'; known are harmony, plain"),
         ({"activations": "lose"}, "unknown activations 'lose'; known are recompute, keep, evict"),
         ({"microbatch": 3}, "microbatches of 3 do not divide a minibatch of 4"),
     ):
