@@ -12,9 +12,14 @@ from torch.nn import functional
 
 from counterpoint import Trainer
 from counterpoint.core.plan import Pack, Plan, equal_packs
+from counterpoint.passes.residency import smallest_budgets
+from counterpoint.runtime.memory import Pool
+from counterpoint.schedules import write_program
+from counterpoint.trainer import engine
 
 MEMORY = "4GiB"
 NUM_LAYERS = 6
+PAGES_BYTES = 1 << 20  # a buffer of a few bytes takes a page
 
 
 class Mlp(nn.Module):
@@ -169,6 +174,23 @@ def make_trainer(problem: Problem, setting: Setting, folder: str) -> Trainer:
     )  # fmt: skip
 
 
+def train_swapping(problem: Problem, setting: Setting, folder: str, factor: float = 1.0) -> dict[str, Any]:
+    """As `train`, with `factor` times the least memory that the plan can do with: these models are small beside the
+    process itself, so what programs may use is given by hand."""
+    assert setting.plan is not None
+    with make_trainer(problem, setting, folder) as trainer:
+        program = write_program(setting.plan, trainer.program.outline)
+        least = smallest_budgets(program, trainer.executor.costs)
+        device = trainer.device
+    before = engine.usable_bytes, engine.Pool
+    engine.usable_bytes = lambda memory, base: int(least[device] * factor)  # type: ignore[assignment]
+    engine.Pool = lambda budget: Pool(budget + PAGES_BYTES)  # type: ignore[assignment,misc]
+    try:
+        return train(problem, setting, folder) | {"least": least}
+    finally:
+        engine.usable_bytes, engine.Pool = before  # type: ignore[misc]
+
+
 def weights_of(trainer: Trainer) -> dict[str, Tensor]:
     """Every weight and buffer at home; all devices must ask."""
     trainer.settle()
@@ -192,7 +214,12 @@ def train(problem: Problem, setting: Setting, folder: str, settles: tuple[int, .
             if number in settles:
                 losses.append(trainer.settle())
         losses.append(trainer.settle())
-        return {"losses": losses, "weights": weights_of(trainer), "updates": trainer._engine.updates}
+        found = weights_of(trainer)
+        moved = trainer.store.counters
+        return {
+            "losses": losses, "weights": found, "updates": trainer._engine.updates,
+            "loaded": moved.loaded_bytes, "evicted": moved.evicted_bytes, "peak": trainer.store.pool.statistics(),
+        }  # fmt: skip
 
 
 def plain_loop(problem: Problem) -> tuple[dict[str, Tensor], list[float]]:
