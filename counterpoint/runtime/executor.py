@@ -228,6 +228,8 @@ class Executor:
             assert self.transport is not None
             self._active[job.lane] = job.task
             self.outside[job.task.buffer] = self.costs.buffer_bytes(job.task.buffer)
+            if self.headroom:
+                self.headroom.make(self.outside[job.task.buffer])
             job.call = self.transport.post(self._name(job.task.buffer), job.task.peer)
             self._arrivals[job.lane].put(job)
             return True
