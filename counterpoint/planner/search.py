@@ -1,26 +1,37 @@
-"""Profile x Machine -> the Plan whose simulation is fastest: packs, microbatch size and activation policy."""
+"""Profile x Machine -> the Plan whose simulation is fastest: microbatches, packs, and a policy for each pack.
+
+First a grid of microbatch sizes, pack sizes and one policy for all packs; then, from the best of it on, variants: a
+policy of its own for each pack, and larger packs for forwards. What cannot be faster than what was found is not tried.
+"""
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import zip_longest
 
-from counterpoint.core.costs import Costs
 from counterpoint.core.errors import BudgetError
-from counterpoint.core.homes import fill_homes
 from counterpoint.core.machine import Machine
 from counterpoint.core.plan import Pack, Plan, equal_packs
 from counterpoint.core.profile import Profile
 from counterpoint.core.program import Program
 from counterpoint.core.timeline import Timeline
 from counterpoint.core.units import format_bytes
-from counterpoint.passes.residency import place, smallest_budgets
-from counterpoint.planner.forecast import kept_layers
-from counterpoint.schedules import write_program
-from counterpoint.simulator import simulate
+from counterpoint.passes.residency import smallest_budgets
+from counterpoint.planner.bounds import least_ns, num_tasks
+from counterpoint.planner.placement import Placement
+from counterpoint.planner.variants import forward_variants, policy_variants
+
+WORTH_PERMILLE = 5  # by which a plan must be able to win to be tried
+MOST_TASKS = 8_000  # to simulate for the grid, and again for the variants; then what was found is good enough
+HOPELESS_PERCENT = 140  # of the best is a policy's best if it is not tried any further
 
 
 @dataclass(frozen=True, slots=True)
 class Freedom:
-    """What the search may choose from; a single entry is a choice made by hand."""
+    """What the search may choose from; a single entry is a choice made by hand.
+
+    `activations` are chosen from for each pack. Forward packs are as backward packs, or join them up to one of
+    `forward_pack_sizes`.
+    """
 
     minibatch_size: int
     microbatch_sizes: Sequence[int]
@@ -30,6 +41,7 @@ class Freedom:
     clipping: bool = False
     residency: str = "planned"
     host_layers: tuple[int, ...] = ()
+    forward_pack_sizes: Sequence[int] = (2, 4, 8)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,39 +52,90 @@ class Candidate:
 
 
 def search(profile: Profile, machine: Machine, freedom: Freedom) -> Candidate:
-    """Simulate every combination that fits and take the fastest; BudgetError names the smallest budget that fits."""
-    best: Candidate | None = None
-    smallest: int | None = None
-    for plan in _plans(profile, freedom):
-        costs = Costs(profile, plan)
-        program = write_program(plan, profile.outline())
+    """The fastest plan for the machine's first device; BudgetError names the smallest budget that fits."""
+    trials = _Trials(profile, machine)
+    _try_grid(trials, [_ordered(profile, machine, _plans(profile, freedom, policy)) for policy in freedom.activations])
+    if trials.best is None:
+        raise trials.refusal()
+    trials.tasks_left = MOST_TASKS
+    for middle, width in ((50, 25), (None, 12), (None, 6)) if len(freedom.activations) > 1 else ():
+        for plan in policy_variants(trials.best.plan, profile, freedom.activations, middle, width):
+            trials.take(plan)
+    for plan in forward_variants(trials.best.plan, freedom.forward_pack_sizes):
+        trials.take(plan)
+    plan = trials.best.plan
+    return Candidate(plan, *Placement(profile, machine, plan).fastest())
+
+
+def _try_grid(trials: "_Trials", columns: list[list[Plan]]) -> None:
+    """The policies' plans in turn: a policy that is far behind by then is left at that."""
+    fastest = [0] * len(columns)
+    for row in zip_longest(*columns):
+        for number, plan in enumerate(row):
+            best = trials.best
+            if plan is None or (best and fastest[number] * 100 > best.timeline.step_ns * HOPELESS_PERCENT):
+                continue
+            step_ns = trials.take(plan)
+            if step_ns:
+                fastest[number] = min(fastest[number] or step_ns, step_ns)
+
+
+class _Trials:
+    """Plans tried so far: the best of them, and the smallest budget of those that do not fit."""
+
+    def __init__(self, profile: Profile, machine: Machine) -> None:
+        self.profile, self.machine = profile, machine
+        self.best: Candidate | None = None
+        self.smallest: int | None = None
+        self.tasks_left = MOST_TASKS
+
+    def take(self, plan: Plan) -> int:
+        """Try a plan if it may win; its step time, 0 if it was not tried or does not fit."""
+        if self.best is None or (self.tasks_left > 0 and self._may_win(plan, self.best)):
+            return self._try(plan)
+        return 0
+
+    def _may_win(self, plan: Plan, best: Candidate) -> bool:
+        least = least_ns(self.profile, self.machine, plan)
+        return least * (1000 + WORTH_PERMILLE) < best.timeline.step_ns * 1000
+
+    def _try(self, plan: Plan) -> int:
+        placement = Placement(self.profile, self.machine, plan, quick=True)
         try:
-            candidate = _try(profile, machine, plan, program, costs)
+            program, timeline = placement.simulated()
         except BudgetError as error:
-            need = max(error.smallest_bytes or 0, smallest_budgets(program, costs)[0])
-            smallest = need if smallest is None else min(smallest, need)
-            continue
-        if best is None or candidate.timeline.step_ns < best.timeline.step_ns:
-            best = candidate
-    if best is None:
-        budget = machine.devices[0].capacity_bytes
-        raise BudgetError(
-            f"no plan fits {machine.devices[0].name} (need {format_bytes(smallest or 0)}, budget "
-            f"{format_bytes(budget)}); smallest budget that fits: {smallest or 0} bytes",
-            smallest,
+            need = max(error.smallest_bytes or 0, smallest_budgets(placement.order, placement.costs)[0])
+            self.smallest = need if self.smallest is None else min(self.smallest, need)
+            return 0
+        self.tasks_left -= program.num_tasks
+        if self.best is None or timeline.step_ns < self.best.timeline.step_ns:
+            self.best = Candidate(plan, program, timeline)
+        return timeline.step_ns
+
+    def refusal(self) -> BudgetError:
+        device, need = self.machine.devices[0], self.smallest or 0
+        return BudgetError(
+            f"no plan fits {device.name} (need {format_bytes(need)}, budget {format_bytes(device.capacity_bytes)}); "
+            f"smallest budget that fits: {need} bytes",
+            self.smallest,
         )
-    return best
 
 
-def _plans(profile: Profile, freedom: Freedom) -> Iterator[Plan]:
-    num_layers = len(profile.layers)
+def _ordered(profile: Profile, machine: Machine, plans: Iterator[Plan]) -> list[Plan]:
+    """Most promising first; of those alike in percent, the ones with fewer tasks, for they take less time to try."""
+    found = [(least_ns(profile, machine, plan), plan) for plan in plans]
+    lowest = max(1, min((bound for bound, _ in found), default=1))
+    found.sort(key=lambda pair: (pair[0] * 100 // lowest, num_tasks(pair[1])))
+    return [plan for _, plan in found]
+
+
+def _plans(profile: Profile, freedom: Freedom, policy: str) -> Iterator[Plan]:
     for size in freedom.microbatch_sizes:
         if freedom.minibatch_size % size:
             continue
         for schedule in freedom.schedules:
             for pack_size in freedom.pack_sizes:
-                for policy in freedom.activations:
-                    yield plan_of(num_layers, schedule, freedom, size, pack_size, policy)
+                yield plan_of(len(profile.layers), schedule, freedom, size, pack_size, policy)
 
 
 def plan_of(
@@ -93,10 +156,3 @@ def plan_of(
         clipping=freedom.clipping,
         residency=freedom.residency,
     )
-
-
-def _try(profile: Profile, machine: Machine, plan: Plan, program: Program, costs: Costs) -> Candidate:
-    homes = fill_homes(machine, profile, 1)
-    budget = machine.devices[0].capacity_bytes
-    placed = place(program, costs, (budget,), homes, plan.residency, kept_layers(plan), quick=True)
-    return Candidate(plan, placed, simulate(placed, costs, machine, steps=3))
