@@ -117,7 +117,7 @@ def plans(draw: st.DrawFn, count: int, schedules: Sequence[str]) -> Plan:
         draw(st.integers(1, 2)),
         backward,
         forward,
-        (kept,) * len(backward),
+        tuple(draw(st.sampled_from(("recompute", kept))) for _ in backward),
         draw(st.integers(1, 3)) if schedule == "harmony_pp" else max(len(stages), 1) * replicas,
         replicas,
         stages,
@@ -160,7 +160,7 @@ def cases(draw: st.DrawFn, schedules: Sequence[str] = SCHEDULES) -> Case:
     budgets = tuple(size + size * spare // 100 for size in least)
     policy = draw(st.sampled_from(("planned", "planned", "lru")))
     homes = fill_homes(machine, profile, plan.num_devices)
-    ahead, quick, writes_clean = draw(st.integers(0, 1)), draw(st.integers(0, 9)) > 0, draw(st.booleans())
+    ahead, quick, writes_clean = draw(st.integers(0, 2)), draw(st.integers(0, 9)) > 0, draw(st.booleans())
     return Case(program, plan, costs, machine, homes, budgets, policy, ahead, quick, writes_clean)
 
 
