@@ -229,7 +229,7 @@ class Executor:
             self._active[job.lane] = job.task
             self.outside[job.task.buffer] = self.costs.buffer_bytes(job.task.buffer)
             if self.headroom:
-                self.headroom.make(self.outside[job.task.buffer])
+                self.headroom.load(self.outside[job.task.buffer])
             job.call = self.transport.post(self._name(job.task.buffer), job.task.peer)
             self._arrivals[job.lane].put(job)
             return True
@@ -308,7 +308,7 @@ class Executor:
                     self.store.rename(old, new)
             case Load(buffer, _):
                 if self.headroom:
-                    self.headroom.make(self.costs.buffer_bytes(buffer))
+                    self.headroom.load(self.costs.buffer_bytes(buffer))
                 self.store.load(buffer)
             case Evict(buffer, _):
                 self.store.evict(buffer)
@@ -345,7 +345,8 @@ class Executor:
         workspace = self.costs.workspace_bytes(task)
         self.store.pool.shrink(max(0, self.budget - sum(self.outside.values()) - workspace))
         if self.headroom:
-            self.headroom.make(born + workspace)
+            outside = sum(self.outside.values()) - born
+            self.headroom.compute(born + workspace, self.store.pool.mapped_bytes + outside)
 
     def _record(self, job: _Job, task: Task) -> None:
         start, end = job.start_ns - self.origin_ns, job.end_ns - self.origin_ns

@@ -172,6 +172,10 @@ class Pool:
                 self._peak_in_use_bytes,
             )
 
+    @property
+    def mapped_bytes(self) -> int:
+        return self._mapped_bytes
+
     def _unmap_beyond(self, mapped_bytes: int) -> int:
         before = self._mapped_bytes
         for region in tuple(self._free):

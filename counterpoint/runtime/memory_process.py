@@ -109,14 +109,29 @@ def trim() -> bool:
 
 
 class Headroom:
-    """Keeps the process below a limit: the heap's free pages go back when what comes next would pass it."""
+    """Keeps the process below a limit: the heap's free pages go back when what comes next would pass it.
 
-    def __init__(self, limit_bytes: int) -> None:
-        self.limit_bytes = limit_bytes
+    What a computation allocates comes from free pages as far as they go. While it runs, `promised_bytes` is what it
+    may still add; loads beside it leave room for that.
+    """
 
-    def make(self, num_bytes: int) -> None:
-        """So many bytes are about to be allocated."""
-        if resident_bytes() + num_bytes > self.limit_bytes:
+    def __init__(self, base_bytes: int, budget_bytes: int) -> None:
+        """`base_bytes` is what the process itself takes beside the budget."""
+        self.base_bytes, self.limit_bytes = base_bytes, base_bytes + budget_bytes
+        self.promised_bytes = 0
+
+    def compute(self, num_bytes: int, held_bytes: int) -> None:
+        """A computation begins that needs so many bytes, beside so many of the budget that are held."""
+        resident = resident_bytes()
+        growth = max(0, num_bytes - max(0, resident - self.base_bytes - held_bytes))
+        if resident + growth > self.limit_bytes:
+            trim()
+            growth = num_bytes
+        self.promised_bytes = growth
+
+    def load(self, num_bytes: int) -> None:
+        """So many bytes are about to come, beside a computation."""
+        if resident_bytes() + num_bytes + self.promised_bytes > self.limit_bytes:
             trim()
 
 

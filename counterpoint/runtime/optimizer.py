@@ -5,8 +5,10 @@ our buffers. An update borrows the optimizer: a shadow of it with one group and 
 `step`. Element-wise optimizers run in slices, so that their temporaries stay small; the bits are the same.
 """
 
+import threading
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,7 +18,7 @@ from torch.optim import Optimizer
 
 from counterpoint.core.errors import ModelError
 
-SLICE_ELEMENTS = 1 << 17  # with gradient, state and a temporary, about what a core keeps in its cache
+SLICE_ELEMENTS = 1 << 18
 _SMALL_BYTES = 64 << 20
 _ELEMENTWISE = ("SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "Adagrad", "Adadelta", "ASGD")
 
@@ -48,6 +50,7 @@ class UpdateRule:
                     )
                 self.group_of[names[id(parameter)]] = index
         self.scalars: dict[str, dict[str, Any]] = {}
+        self._threads: ThreadPoolExecutor | None = None
         self.groups: list[dict[str, Any]] | None = None  # settings to use instead of the optimizer's own
 
     def state_tensors(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[StateTensor, ...]:
@@ -81,8 +84,8 @@ class UpdateRule:
             leaves.append(_cut(parameter, part, parameter.shape).detach().requires_grad_())
             leaves[-1].grad = _cut(grad, part, parameter.shape)
             after.append({} if fresh else {k: _cut(v, part, parameter.shape) for k, v in state.items()} | scalars)
+        self._run_beside(name, leaves, after)
         with torch.no_grad():
-            self._run(name, leaves, after)
             for part, found in zip(parts, after, strict=True):
                 self._keep(name, found, state, part, parameter.shape, part is parts[-1])
 
@@ -94,6 +97,20 @@ class UpdateRule:
         for start in range(0, count, SLICE_ELEMENTS):
             yield slice(start, min(start + SLICE_ELEMENTS, count))
 
+    def _run_beside(self, name: str, leaves: list[Tensor], states: list[dict[str, Any]]) -> None:
+        """Slices are dealt to threads that each work alone: sharing every small operation would mean to wait for one
+        another all the time, the longer the busier the machine is."""
+        count = min(torch.get_num_threads(), len(leaves))
+        if count == 1:
+            self._run(name, leaves, states)
+            return
+        if self._threads is None:
+            self._threads = lone_threads()
+        shares = [(leaves[start::count], states[start::count]) for start in range(count)]
+        for done in [self._threads.submit(self._run, name, *share) for share in shares]:
+            done.result()
+
+    @torch.no_grad()
     def _run(self, name: str, leaves: list[Tensor], states: list[dict[str, Any]]) -> None:
         """The optimizer's own step on the slices of one parameter; `states` is what it finds and what it leaves.
 
@@ -140,6 +157,23 @@ class UpdateRule:
                     view.copy_(value)
         if last and scalars:
             self.scalars[name] = scalars
+
+
+def lone_threads() -> ThreadPoolExecutor:
+    """As many threads as torch uses, in each of which torch uses only that one."""
+    count = torch.get_num_threads()
+    ready = threading.Barrier(count + 1)
+
+    def begin() -> None:
+        torch.set_num_threads(1)
+        ready.wait()
+
+    threads = ThreadPoolExecutor(count, "counterpoint update", begin)
+    for _ in range(count):
+        threads.submit(int)
+    ready.wait()
+    torch.set_num_threads(count)  # threads to come take the last number that was set
+    return threads
 
 
 def _cut(tensor: Tensor, part: slice | None, shape: torch.Size) -> Tensor:

@@ -126,7 +126,7 @@ class Engine:
         if self.plan.host_layers:
             self.compute.updates.home = HomeUpdate(self.store, parts.rule)
         costs = Costs(self.profile, self.plan)
-        headroom = Headroom(self.base_bytes + budget)
+        headroom = Headroom(self.base_bytes, budget)
         self.transport: Transport | None = None
         if self.peers is None:
             self.executor = Executor(self.store, self.compute, costs, budget, headroom)

@@ -244,10 +244,10 @@ before = resident_bytes()
 tensors = [torch.ones(1 << 20) for _ in range(16)] + [torch.ones(1 << 14) for _ in range(512)]
 held = resident_bytes() - before
 del tensors[:-1]  # the last one keeps the heap from being cut back
-headroom = Headroom(before + (120 << 20))
-headroom.make(1 << 20)
+headroom = Headroom(before, 120 << 20)
+headroom.compute(90 << 20, 0)  # comes from what is free
 kept = resident_bytes() - before
-headroom.make(90 << 20)
+headroom.load(90 << 20)
 left = resident_bytes() - before
 assert held > 90 << 20 and kept > 90 << 20 and left < 8 << 20, (held, kept, left)
 """
