@@ -22,7 +22,7 @@ from counterpoint.simulator import simulate
 AHEADS = (0, 1, 2)  # computations beside which transfers have room, least traffic first
 USUAL_AHEAD = 1
 STEPS = 3  # to simulate: the last of them is as all that follow
-MOST_TASKS = 20_000  # larger programs are placed in the usual way only
+MOST_TASKS = 6_000  # larger programs are placed in the usual way only
 WORTH_PERMILLE = 10  # by which a placement must be faster to move more bytes
 _MORE_THAN_ENOUGH = 2**60
 
