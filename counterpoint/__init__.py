@@ -1,5 +1,6 @@
 """Counterpoint: train PyTorch models whose training state does not fit in memory."""
 
+import os
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
@@ -52,6 +53,8 @@ _HOMES = {
     "counterpoint.trainer": ("Trainer",),
 }
 _HOME_OF = {name: module for module, names in _HOMES.items() for name in names}
+
+os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # huge pages under large tensors; torch asks before its first one
 
 
 def __getattr__(name: str) -> Any:

@@ -24,7 +24,7 @@ def expected_of(trainer: Trainer) -> Expected:
         budget_bytes=trainer.memory_bytes,
         state_bytes=forecast.training_bytes,
         step_ns=forecast.step_ns,
-        peak_bytes=trainer.base_bytes + forecast.tiers[0].peak_bytes,
+        peak_bytes=trainer.peak_bytes,
         read_bytes=moved.get("disk read", 0),
         written_bytes=moved.get("disk write", 0),
     )

@@ -78,6 +78,7 @@ class Compute:
         self.training = True
         self.num_losses = num_microbatches
         self.on_losses: Callable[[Step], None] = _nothing
+        self.between_layers: Callable[[], None] = lambda: None
 
     def forward(self, task: Forward) -> None:
         """Run layers; leave the values that others read, and graphs where saved tensors are kept."""
@@ -92,6 +93,8 @@ class Compute:
                     outputs = self._run(layer, task.microbatch, task.version, values, leaves=self.training)[1]
             self._pass_on(layer, outputs, values, task.microbatch)
             self._forget_used(layer, values, keep)
+            del outputs
+            self.between_layers()
         for value in keep:
             tensor = values[value]
             lent = self.store.is_lent(tensor) or self._is_weight(tensor, task)
@@ -107,10 +110,13 @@ class Compute:
                 self.graphs[layer, task.microbatch] = graph
                 self._pass_on(layer, outputs, values, task.microbatch)
                 self._forget_used(layer, values, set())
+                del outputs
+                self.between_layers()
         inside: dict[int, Tensor] = {}
         for layer in range(task.last, task.first - 1, -1):
             self._differentiate(layer, task, inside)
             self.forwarded.pop((layer, task.microbatch), None)
+            self.between_layers()
 
     def norm(self, task: Norm) -> None:
         self.updates.norm(task, self.steps[task.step])

@@ -85,6 +85,8 @@ class Executor:
     ) -> None:
         self.store, self.compute, self.costs, self.budget = store, compute, costs, budget
         self.headroom = headroom
+        if headroom:
+            compute.between_layers = headroom.relieve
         self.device, self.transport, self.explain = device, transport, explain
         self.lost = False
         self.whole_names = False  # values of different microbatches look different

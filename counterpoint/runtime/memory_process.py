@@ -8,6 +8,7 @@ from pathlib import Path
 
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 _UNLIMITED = 1 << 62  # cgroup v1 writes "no limit" as the largest whole number of pages
+_LARGE_BYTES = 64 << 20  # so much may be tensors that get a mapping of their own
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
 
 
@@ -83,18 +84,29 @@ def _limit_in(file: Path) -> int:
     return _UNLIMITED if text == "max" else int(text)
 
 
-def set_allocator_thresholds(mmap_bytes: int = 32 << 20, trim_bytes: int = 2**31 - 1) -> bool:
-    """Keep freed tensors for the next ones, in one heap; False (and nothing done) where the C library is not glibc.
+def keep_freed_memory() -> bool:
+    """Let freed tensors wait in one heap for the next ones; False (and nothing done) where the C library is not glibc.
 
-    Tensors below `mmap_bytes`, of which glibc allows no more, share a heap that is hardly ever cut back by itself:
-    whoever has a budget asks for it (see `Headroom`). Mapping every tensor by itself, so that it vanishes when freed,
-    costs a transformer's backward a quarter more CPU time in page faults. Call it before the first tensor is made.
+    Tensors below 32 MiB, of which glibc allows no more, share a heap that is hardly ever cut back by itself: whoever
+    has a budget sees to it (`Headroom`). Page faults of tensors that come and go would cost a transformer's backward a
+    quarter more CPU time.
     """
+    return _set_thresholds(mmap_bytes=32 << 20, trim_bytes=2**31 - 1)
+
+
+def give_back_freed_memory() -> bool:
+    """Let freed tensors leave the resident set at once: for budgets that have no room for what waits.
+
+    Tensors of 256 KiB and more get their own mapping and vanish when freed. Huge pages under them make up for a part of
+    the page faults, if torch was told of them before its first tensor.
+    """
+    return _set_thresholds(mmap_bytes=256 << 10, trim_bytes=16 << 20)
+
+
+def _set_thresholds(mmap_bytes: int, trim_bytes: int) -> bool:
     libc = _glibc()
     if libc is None:
         return False
-    # Torch asks for huge pages under mapped tensors if this is set before its first allocation.
-    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     settings = ((_M_MMAP_THRESHOLD, mmap_bytes), (_M_TRIM_THRESHOLD, trim_bytes), (_M_ARENA_MAX, 1))
     return all(libc.mallopt(name, value) == 1 for name, value in settings)
 
@@ -123,11 +135,17 @@ class Headroom:
     def compute(self, num_bytes: int, held_bytes: int) -> None:
         """A computation begins that needs so many bytes, beside so many of the budget that are held."""
         resident = resident_bytes()
-        growth = max(0, num_bytes - max(0, resident - self.base_bytes - held_bytes))
+        free = max(0, resident - self.base_bytes - held_bytes)
+        growth = max(0, num_bytes - free) if num_bytes < _LARGE_BYTES else num_bytes
         if resident + growth > self.limit_bytes:
             trim()
             growth = num_bytes
         self.promised_bytes = growth
+
+    def relieve(self) -> None:
+        """Between the layers of a computation: free pages that lie in the way of its own limit go back."""
+        if resident_bytes() > self.limit_bytes:
+            trim()
 
     def load(self, num_bytes: int) -> None:
         """So many bytes are about to come, beside a computation."""

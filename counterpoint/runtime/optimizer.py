@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from counterpoint.core.errors import ModelError
 
-SLICE_ELEMENTS = 1 << 18
+SLICE_ELEMENTS = 1 << 17  # temporaries are small enough for the heap, and stay in the cache
 _SMALL_BYTES = 64 << 20
 _ELEMENTWISE = ("SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "Adagrad", "Adadelta", "ASGD")
 
@@ -77,8 +77,21 @@ class UpdateRule:
         """One optimizer step in place; `fresh` if the state's memory holds nothing yet."""
         if name not in self.group_of:
             return
-        scalars = self.scalars.get(name, {})
         parts = tuple(self._slices(parameter.numel(), state, parameter.shape))
+        for batch in [(part,) for part in parts] if fresh else [parts]:  # fresh state is made beside its place
+            self._update_slices(name, parameter, grad, state, fresh, batch, batch[-1] is parts[-1])
+
+    def _update_slices(
+        self,
+        name: str,
+        parameter: Tensor,
+        grad: Tensor,
+        state: Mapping[str, Tensor],
+        fresh: bool,
+        parts: tuple[slice | None, ...],
+        last: bool,
+    ) -> None:
+        scalars = self.scalars.get(name, {})
         leaves, after = [], []
         for part in parts:
             leaves.append(_cut(parameter, part, parameter.shape).detach().requires_grad_())
@@ -87,7 +100,7 @@ class UpdateRule:
         self._run_beside(name, leaves, after)
         with torch.no_grad():
             for part, found in zip(parts, after, strict=True):
-                self._keep(name, found, state, part, parameter.shape, part is parts[-1])
+                self._keep(name, found, state, part, parameter.shape, last and part is parts[-1])
 
     def _slices(self, count: int, state: Mapping[str, Tensor], shape: torch.Size) -> Iterator[slice | None]:
         fits = all(tensor.shape == shape or tensor.numel() == 1 for tensor in state.values())

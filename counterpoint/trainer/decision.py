@@ -9,29 +9,42 @@ from counterpoint.core.machine import Device, Home, Link, Machine, Tier
 from counterpoint.core.plan import Plan
 from counterpoint.core.profile import LayerCost, Profile
 from counterpoint.core.program import Program
+from counterpoint.core.task import Backward, Forward
+from counterpoint.core.timeline import Timeline
 from counterpoint.core.units import format_bytes
 from counterpoint.passes.residency import smallest_budgets
 from counterpoint.planner.forecast import Forecast, forecast, run
+from counterpoint.planner.placement import Placement
 from counterpoint.planner.search import Candidate, Freedom, search
 from counterpoint.runtime.disk_file import free_bytes
 from counterpoint.runtime.home_update import STAGING_BYTES
 from counterpoint.runtime.probe import DiskSpeed, probe_disk
 from counterpoint.schedules import write_program
 
-MARGIN_PERCENT = 4  # of the budget, for what an allocator keeps beyond what is asked of it
+_MARGIN_PERCENT, _MARGIN_BYTES = 4, 48 << 20  # for what an allocator keeps beyond what is asked of it
 _SLACK_BYTES = 32 << 20  # by which the process itself may differ from one start to the next
 _PROBE_BYTES = 256 << 20
+_WORTH_PERCENT = 8  # of a step: what memory that need not be faulted in again saves
+
+
+def margin_bytes(whole_bytes: int) -> int:
+    """The part of a process of that size which is not planned with."""
+    return max(_MARGIN_BYTES, whole_bytes * _MARGIN_PERCENT // 100)
 
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """`budget_bytes` is what programs may use: the memory without the process itself and a margin."""
+    """`budget_bytes` is what programs may use: the memory without the process itself and a margin.
+
+    `kept_bytes` more are for freed tensors that wait for the next ones.
+    """
 
     machine: Machine
     budget_bytes: int
     plan: Plan
     program: Program
     forecast: Forecast
+    kept_bytes: int = 0
 
 
 def decide(
@@ -56,8 +69,29 @@ def decide(
             plan, program, timeline = found.plan, found.program, found.timeline
     except BudgetError as error:
         raise _too_small(profile, memory_bytes, base_bytes, model_bytes, plan, error) from error
+    whole = machine.devices[0].capacity_bytes
+    machine, program, timeline = _beside_freed(profile, machine, plan, program, timeline)
     budget = machine.devices[0].capacity_bytes
-    return Decision(machine, budget, plan, program, forecast(profile, machine, plan, program, timeline))
+    shown = forecast(profile, machine, plan, program, timeline)
+    return Decision(machine, budget, plan, program, shown, kept_bytes=whole - budget)
+
+
+def _beside_freed(
+    profile: Profile, machine: Machine, plan: Plan, program: Program, timeline: Timeline
+) -> tuple[Machine, Program, Timeline]:
+    """Leave room for freed tensors that wait for the next ones, unless the budget is too small for that."""
+    costs = Costs(profile, plan)
+    needs = sorted(costs.workspace_bytes(t) for t in program.devices[0].body if isinstance(t, (Forward, Backward)))
+    kept = needs[len(needs) * 9 // 10] * 3 // 2 if needs else 0  # most computations; the largest take fresh memory
+    smaller = _with_capacity(machine, machine.devices[0].capacity_bytes - kept)
+    try:
+        if plan.residency == "planned":
+            found = Placement(profile, smaller, plan).fastest()
+            if found[1].step_ns * 100 <= timeline.step_ns * (100 + _WORTH_PERCENT):
+                return smaller, *found
+    except BudgetError:
+        pass
+    return machine, program, timeline
 
 
 def _found(profile: Profile, machine: Machine, freedom: Freedom) -> tuple[Machine, Candidate]:
@@ -85,8 +119,11 @@ def _beside_staging(machine: Machine, host_layers: tuple[int, ...]) -> Machine:
     """What is left of the budget when updates at home have their memory."""
     if not host_layers:
         return machine
-    device = machine.devices[0]
-    return replace(machine, devices=(replace(device, capacity_bytes=max(1, device.capacity_bytes - STAGING_BYTES)),))
+    return _with_capacity(machine, machine.devices[0].capacity_bytes - STAGING_BYTES)
+
+
+def _with_capacity(machine: Machine, capacity_bytes: int) -> Machine:
+    return replace(machine, devices=(replace(machine.devices[0], capacity_bytes=max(1, capacity_bytes)),))
 
 
 def _with_home_updates(profile: Profile, machine: Machine) -> Profile:
@@ -101,7 +138,7 @@ def _with_home_updates(profile: Profile, machine: Machine) -> Profile:
 
 def usable_bytes(memory_bytes: int, base_bytes: int) -> int:
     """What programs may use of the memory that is given."""
-    return max(1, memory_bytes - base_bytes - memory_bytes * MARGIN_PERCENT // 100)
+    return max(1, memory_bytes - base_bytes - margin_bytes(memory_bytes))
 
 
 def this_machine(budget: int, folder: Path) -> Machine:
@@ -136,7 +173,8 @@ def _too_small(
         smallest = smallest_budgets(write_program(plan, profile.outline()), Costs(profile, plan))[0]
     if smallest is None:
         return error
-    needed = (smallest + base_bytes + _SLACK_BYTES) * 100 // (100 - MARGIN_PERCENT)
+    live = smallest + base_bytes + _SLACK_BYTES
+    needed = max(live + _MARGIN_BYTES, live * 100 // (100 - _MARGIN_PERCENT))
     needed = -(-needed // 2**20) * 2**20
     own = (
         f" ({format_bytes(model_bytes)} of it the model's weights: build it on the meta device)" if model_bytes else ""

@@ -27,14 +27,14 @@ from counterpoint.runtime.home import unused_sizes
 from counterpoint.runtime.home_update import STAGING_BYTES as HOME_STAGING_BYTES
 from counterpoint.runtime.home_update import HomeUpdate
 from counterpoint.runtime.memory import Pool
-from counterpoint.runtime.memory_process import Headroom, resident_bytes, trim
+from counterpoint.runtime.memory_process import Headroom, give_back_freed_memory, resident_bytes, trim
 from counterpoint.runtime.peers import Peers
 from counterpoint.runtime.rescue import bring_home, discard
 from counterpoint.runtime.store import STAGING_BYTES, Store, home_sizes
 from counterpoint.runtime.transport import SLICE_BYTES, Transport
 from counterpoint.trainer.agreement import agree, decide_together, share_buffers, shared
 from counterpoint.trainer.chosen_plan import ChosenPlan
-from counterpoint.trainer.decision import decide, usable_bytes
+from counterpoint.trainer.decision import decide, margin_bytes, usable_bytes
 from counterpoint.trainer.evaluation import Evaluator
 from counterpoint.trainer.initial_weights import blank_buffers
 from counterpoint.trainer.parts import Parts, tokens_per_sample
@@ -96,7 +96,7 @@ class Engine:
             budget = usable_bytes(wishes.memory_bytes, self.base_bytes)
             chosen = decide_together(self.peers, self.profile, budget, self.folder, freedom, wishes)
         self.machine, self.program, self.forecast = chosen.machine, chosen.program, chosen.forecast
-        self.budget_bytes = chosen.budget_bytes
+        self.budget_bytes, self.kept_bytes = chosen.budget_bytes, chosen.kept_bytes
         self.base_bytes += HOME_STAGING_BYTES if chosen.plan.host_layers else 0
         self.plan = ChosenPlan.of(chosen.plan, f"{describe(chosen.forecast)}\n{self._whole(wishes.memory_bytes)}")
 
@@ -108,10 +108,12 @@ class Engine:
         return profile_of(parts.frame, parts.states, parts.rule, sizes, name, tokens, wishes.autocast, limit)
 
     def _whole(self, memory_bytes: int) -> str:
-        """The last line of the forecast: the budget is for the whole process."""
-        peak = self.base_bytes + self.forecast.tiers[self.device].peak_bytes
-        sizes = f"{format_bytes(peak):>9} of {format_bytes(memory_bytes)}"
-        return f"{'  whole process':<28}{sizes}: fits, {format_bytes(memory_bytes - peak)} to spare"
+        """The last line of the forecast: the budget is for the whole process, also what an allocator keeps."""
+        live = self.base_bytes + self.forecast.tiers[self.device].peak_bytes + self.kept_bytes
+        self.peak_bytes = min(memory_bytes, live + margin_bytes(live))
+        sizes = f"{format_bytes(self.peak_bytes):>9} of {format_bytes(memory_bytes)}"
+        spare = f", {format_bytes(memory_bytes - self.peak_bytes)} to spare" if self.peak_bytes < memory_bytes else ""
+        return f"{'  whole process':<28}{sizes}: fits{spare}"
 
     def _build(self, parts: Parts, wishes: Wishes, home: SharedHome | None) -> None:
         budget, m = self.budget_bytes, self.program.num_microbatches
@@ -126,7 +128,9 @@ class Engine:
         if self.plan.host_layers:
             self.compute.updates.home = HomeUpdate(self.store, parts.rule)
         costs = Costs(self.profile, self.plan)
-        headroom = Headroom(self.base_bytes, budget)
+        headroom = Headroom(self.base_bytes, budget + self.kept_bytes)
+        if not self.kept_bytes:
+            give_back_freed_memory()
         self.transport: Transport | None = None
         if self.peers is None:
             self.executor = Executor(self.store, self.compute, costs, budget, headroom)

@@ -19,7 +19,7 @@ from counterpoint.decomposer.chain import Batch
 from counterpoint.decomposer.example import Loss
 from counterpoint.runtime.checkpoint import Facts, read_checkpoint, read_facts, write_checkpoint
 from counterpoint.runtime.compute import Step
-from counterpoint.runtime.memory_process import peak_resident_bytes, resident_bytes, set_allocator_thresholds
+from counterpoint.runtime.memory_process import keep_freed_memory, peak_resident_bytes, resident_bytes
 from counterpoint.runtime.peers import Peers, started_by_launcher
 from counterpoint.runtime.share import Share
 from counterpoint.trainer.engine import Engine
@@ -72,7 +72,7 @@ class Trainer:
         weights: str | Path | None = None,
         resume: str | Path | None = None,
     ) -> None:
-        set_allocator_thresholds()
+        keep_freed_memory()
         self.optimizer = optimizer
         self._share: Share | None = None
         with contextlib.ExitStack() as stack:
@@ -106,6 +106,7 @@ class Trainer:
         self.model, self.chain, self.frame, self.rule = parts.module, parts.chain, parts.frame, parts.rule
         self.plan, self.program, self.forecast = engine.plan, engine.program, engine.forecast
         self.profile, self.machine, self.base_bytes = engine.profile, engine.machine, engine.base_bytes
+        self.peak_bytes = engine.peak_bytes
         self.folder, self.disk, self.store = engine.folder, engine.disk, engine.store
         self.compute, self.executor, self.device = engine.compute, engine.executor, engine.device
         if self.peers is not None:

@@ -237,8 +237,8 @@ def test_cgroup_folders_of_version_2_and_of_a_container(tmp_path: Path) -> None:
 
 FREED = """
 import torch
-from counterpoint.runtime.memory_process import Headroom, resident_bytes, set_allocator_thresholds
-assert set_allocator_thresholds()
+from counterpoint.runtime.memory_process import Headroom, give_back_freed_memory, keep_freed_memory, resident_bytes
+assert keep_freed_memory()
 torch.ones(1 << 20)  # faults in the code of torch
 before = resident_bytes()
 tensors = [torch.ones(1 << 20) for _ in range(16)] + [torch.ones(1 << 14) for _ in range(512)]
@@ -249,6 +249,12 @@ headroom.compute(90 << 20, 0)  # comes from what is free
 kept = resident_bytes() - before
 headroom.load(90 << 20)
 left = resident_bytes() - before
+assert give_back_freed_memory()
+before = resident_bytes()
+large = [torch.ones(1 << 20) for _ in range(16)]
+assert resident_bytes() - before > 60 << 20
+del large
+assert resident_bytes() - before < 8 << 20
 assert held > 90 << 20 and kept > 90 << 20 and left < 8 << 20, (held, kept, left)
 """
 
