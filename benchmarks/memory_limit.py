@@ -3,29 +3,38 @@
 Every contender runs in a process of its own inside a memory cgroup (v1, needs root); the rounds are interleaved and
 medians reported. Contenders:
 
-    plain        plain PyTorch, no limit                        checkpointed  with activation checkpointing, no limit
-    ours         Counterpoint, the limit as its memory          swap          plain PyTorch paged by a swap file
-    killed       plain PyTorch under the limit, without swap
+    plain         plain PyTorch, no limit
+    checkpointed  plain PyTorch with activation checkpointing, no limit
+    ours          Counterpoint, the limit as its memory
+    killed        plain PyTorch under the limit
+    swap          PyTorch paged by the kernel under the limit, through a swap file
+    mapped        PyTorch with weights, gradients and optimizer state in memory-mapped files, under the limit
 
-`--write-limit 200MB` holds the disk to that many bytes per second in each direction (blkio cgroup) for everyone.
+The two paged ones get what spares memory without changing the result much: activation checkpointing, and gradients
+accumulated over single sequences. `--disk-limit 200MB` holds the disk to that many bytes per second in each direction
+(blkio cgroup) for everyone under a limit. `swap` makes a swap file in `--folder` for the time it needs it.
 
     python benchmarks/memory_limit.py --model gpt2-medium --limits 3GiB 2GiB 1.25GiB --batch 8 --steps 2 --rounds 2
 """
 
 import argparse
+import contextlib
 import json
 import os
+import shutil
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 from counterpoint.core.units import format_bytes, parse_bytes
 
 MEMORY = Path("/sys/fs/cgroup/memory")
 BLKIO = Path("/sys/fs/cgroup/blkio")
+SWAP_BYTES = 16 << 30
 SHAPES = {
     "gpt2-tiny": (4, 256, 4),
     "gpt2": (12, 768, 12),
@@ -56,11 +65,13 @@ def batch_of(size: int, length: int, seed: int):  # type: ignore[no-untyped-def]
 
 def worker(arguments: argparse.Namespace) -> None:
     """One contender: prints a line of JSON per step."""
+    if arguments.worker != "ours":
+        os.environ.pop("THP_MEM_ALLOC_ENABLE", None)  # plain PyTorch as it comes
     import torch
 
     torch.set_num_threads(arguments.threads)
     batches = [batch_of(arguments.batch, arguments.length, seed) for seed in range(arguments.steps + 1)]
-    run = _ours if arguments.worker == "ours" else _plain
+    run = {"ours": _ours, "mapped": _paged, "swap": _paged}.get(arguments.worker, _plain)
     for row in run(arguments, batches):
         print(json.dumps(row), flush=True)
 
@@ -81,6 +92,68 @@ def _plain(arguments, batches):  # type: ignore[no-untyped-def]
         yield {"seconds": time.monotonic() - begin, "loss": float(loss)}
 
 
+def _paged(arguments, batches):  # type: ignore[no-untyped-def]
+    """Gradients accumulated over single sequences; `mapped`: all that lasts lies in files."""
+    import torch
+
+    model = build(arguments.model, meta=arguments.worker == "mapped")
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    folder = Path(arguments.folder) / f"mapped-{os.getpid()}"
+    if arguments.worker == "mapped":
+        folder.mkdir()
+        model = _mapped(model, folder)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+        _map_state(model, optimizer, folder)
+    model.gradient_checkpointing_enable()
+    model.train()
+    try:
+        for batch in batches:
+            begin, losses = time.monotonic(), []
+            for row in range(arguments.batch):
+                loss = model(**{name: tensor[row : row + 1] for name, tensor in batch.items()}).loss
+                (loss / arguments.batch).backward()
+                losses.append(float(loss))
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=False)
+            yield {"seconds": time.monotonic() - begin, "loss": sum(losses) / len(losses)}
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _in_file(folder: Path, name: str, shape):  # type: ignore[no-untyped-def]
+    import torch
+
+    return torch.from_file(str(folder / name), shared=True, size=max(shape.numel(), 1)).view(shape)
+
+
+def _mapped(model, folder):  # type: ignore[no-untyped-def]
+    """A model on the meta device gets weights and gradients in files."""
+    import torch
+
+    model.to_empty(device="cpu")
+    generator = torch.Generator().manual_seed(0)
+    for number, parameter in enumerate(model.parameters()):
+        parameter.data = _in_file(folder, f"weight-{number}", parameter.shape)
+        if parameter.dim() > 1:
+            parameter.data.normal_(0.0, 0.02, generator=generator)
+        parameter.grad = _in_file(folder, f"grad-{number}", parameter.shape)
+    for module in model.modules():
+        if isinstance(module, torch.nn.LayerNorm):
+            module.weight.data.fill_(1.0)
+    return model
+
+
+def _map_state(model, optimizer, folder):  # type: ignore[no-untyped-def]
+    import torch
+
+    for number, parameter in enumerate(model.parameters()):
+        optimizer.state[parameter] = {
+            "step": torch.tensor(0.0),
+            "exp_avg": _in_file(folder, f"average-{number}", parameter.shape),
+            "exp_avg_sq": _in_file(folder, f"square-{number}", parameter.shape),
+        }
+
+
 def _ours(arguments, batches):  # type: ignore[no-untyped-def]
     import torch
 
@@ -92,12 +165,24 @@ def _ours(arguments, batches):  # type: ignore[no-untyped-def]
     begin = time.monotonic()
     with Trainer(model, optimizer, example=batches[0], memory=arguments.memory, disk=folder) as trainer:
         print(trainer.describe(), file=sys.stderr, flush=True)
-        yield {"setup": time.monotonic() - begin, "forecast_seconds": trainer.forecast.step_ns / 1e9}
+        yield {
+            "setup": time.monotonic() - begin,
+            "forecast_seconds": trainer.forecast.step_ns / 1e9,
+            "forecast_peak": trainer.peak_bytes,
+        }
         for batch in batches:
             begin = time.monotonic()
             loss = trainer.step(batch)
             facts = trainer.statistics()
-            yield {"seconds": time.monotonic() - begin, "loss": loss, "statistics": str(facts)}
+            yield {
+                "seconds": time.monotonic() - begin,
+                "loss": loss,
+                "read": facts.read_bytes,
+                "written": facts.written_bytes,
+                "waited": sum(ns for _, ns in facts.waited_ns) / 1e9,
+                "resident_peak": facts.peak_bytes,
+            }
+    shutil.rmtree(folder, ignore_errors=True)
 
 
 def contend(name: str, limit: int | None, swap: bool, arguments: argparse.Namespace) -> dict[str, object]:
@@ -110,18 +195,21 @@ def contend(name: str, limit: int | None, swap: bool, arguments: argparse.Namesp
     command = [sys.executable, __file__, "--worker", name, "--model", arguments.model, "--batch", str(arguments.batch)]
     command += ["--length", str(arguments.length), "--steps", str(arguments.steps), "--folder", arguments.folder]
     command += ["--threads", str(arguments.threads), "--memory", str(limit or 0)]
-    groups = [group, *_throttled(arguments)]
+    groups = [group, *_throttled(arguments, limit)]
 
     def join() -> None:
         for folder in groups:
             (folder / "cgroup.procs").write_text(str(os.getpid()))
 
-    done = subprocess.run(command, capture_output=True, text=True, preexec_fn=join, check=False)
+    with _swap_file(Path(arguments.folder)) if swap else contextlib.nullcontext():
+        done = subprocess.run(command, capture_output=True, text=True, preexec_fn=join, check=False)
     rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
     peak = int((group / "memory.max_usage_in_bytes").read_text())
     for folder in groups:
         folder.rmdir()
     seconds = [row["seconds"] for row in rows if "seconds" in row][1:]
+    for row in rows:
+        print("   ", json.dumps(row), flush=True)
     return {
         "name": name,
         "seconds": seconds,
@@ -132,11 +220,25 @@ def contend(name: str, limit: int | None, swap: bool, arguments: argparse.Namesp
     }
 
 
-def _throttled(arguments: argparse.Namespace) -> list[Path]:
-    if not arguments.write_limit:
+@contextlib.contextmanager
+def _swap_file(folder: Path) -> Iterator[None]:
+    file = folder / f"swap-{os.getpid()}"
+    try:
+        subprocess.run(["fallocate", "-l", str(SWAP_BYTES), str(file)], check=True)
+        file.chmod(0o600)
+        subprocess.run(["mkswap", str(file)], check=True, capture_output=True)
+        subprocess.run(["swapon", str(file)], check=True)
+        yield
+    finally:
+        subprocess.run(["swapoff", str(file)], check=False)
+        file.unlink(missing_ok=True)
+
+
+def _throttled(arguments: argparse.Namespace, limit: int | None) -> list[Path]:
+    if not arguments.disk_limit or limit is None:
         return []
     device = os.stat(arguments.folder).st_dev
-    line = f"{os.major(device)}:{os.minor(device)} {parse_bytes(arguments.write_limit)}"
+    line = f"{os.major(device)}:{os.minor(device)} {parse_bytes(arguments.disk_limit)}"
     group = BLKIO / f"counterpoint-{os.getpid()}"
     group.mkdir(exist_ok=True)
     (group / "blkio.throttle.read_bps_device").write_text(line)
@@ -155,7 +257,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--contenders", nargs="+", default=["plain", "ours"])
     parser.add_argument("--folder", default=tempfile.gettempdir())
-    parser.add_argument("--write-limit", default="")
+    parser.add_argument("--disk-limit", default="")
     parser.add_argument("--memory", type=int, default=0, help=argparse.SUPPRESS)
     parser.add_argument("--worker", default="", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
@@ -167,7 +269,7 @@ def main() -> None:
         for name in arguments.contenders:
             limits = [None] if name in ("plain", "checkpointed") else [parse_bytes(text) for text in arguments.limits]
             for limit in limits:
-                result = contend("plain" if name in ("killed", "swap") else name, limit, name == "swap", arguments)
+                result = contend("plain" if name == "killed" else name, limit, name == "swap", arguments)
                 label = name if limit is None else f"{name} {format_bytes(limit)}"
                 table.setdefault(label, []).append(result)
                 print(label, result["seconds"], format_bytes(int(str(result["peak"]))), result["code"], flush=True)
