@@ -1,6 +1,6 @@
 """Tiny models for several devices, the loops that they are held against, and training one of them on a device."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -220,6 +220,29 @@ def train(problem: Problem, setting: Setting, folder: str, settles: tuple[int, .
             "losses": losses, "weights": found, "updates": trainer._engine.updates,
             "loaded": moved.loaded_bytes, "evicted": moved.evicted_bytes, "peak": trainer.store.pool.statistics(),
         }  # fmt: skip
+
+
+def act(problem: Problem, setting: Setting, folder: str, actions: Sequence[tuple[Any, ...]]) -> dict[str, Any]:
+    """Runs in every process, or in one: a number of steps, an evaluation, or a folder to save, load or export."""
+    found: dict[str, Any] = {"evaluations": [], "losses": []}
+    with make_trainer(problem, setting, folder) as trainer:
+        for name, *arguments in actions:
+            match name:
+                case "steps":
+                    for batch in problem.batches()[trainer.step_count : trainer.step_count + arguments[0]]:
+                        found["losses"].append(trainer.step(batch))
+                case "evaluate":
+                    found["evaluations"].append(trainer.evaluate(problem.batches()[0]))
+                case "evaluate odd":
+                    batch = {name: tensor[:5] for name, tensor in problem.batches()[1].items()}
+                    found["evaluations"].append(trainer.evaluate(batch))
+                case "save" | "load" | "export":
+                    getattr(trainer, name)(*arguments)
+                case _:
+                    raise ValueError(name)
+        found["losses"].append(trainer.settle())
+        found |= {"weights": weights_of(trainer), "steps": trainer.step_count}
+        return found
 
 
 def plain_loop(problem: Problem) -> tuple[dict[str, Tensor], list[float]]:
