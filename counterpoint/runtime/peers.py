@@ -1,5 +1,8 @@
 """The environment that torchrun makes -> this process among the others: who is where, who lives, what all agree on.
 
+The process group is made once and left to the end of the process: made anew on the same port, some would still find
+the old one.
+
 Everything here goes through the rendezvous store of torch.distributed: small, rare, and it can be given up at any
 moment. Tensors go through `runtime/transport.py`.
 """
@@ -39,8 +42,7 @@ class Peers:
     _runs = 0
 
     def __init__(self) -> None:
-        self._owned = not dist.is_initialized()
-        if self._owned:
+        if not dist.is_initialized():
             _join()
         self.device, self.count = dist.get_rank(), dist.get_world_size()
         self.failure: str | None = None
@@ -175,10 +177,8 @@ class Peers:
             else:
                 self._await("left", self.others, _HEAR_SECONDS)
         except RuntimeError:
-            failed = True
+            self.failure = self.failure or "the rendezvous store is gone"
         self._ended.set()
-        if self._owned and not failed and self.failure is None:
-            dist.destroy_process_group()
 
     def _await(self, word: str, devices: tuple[int, ...], seconds: float) -> None:
         end = time.monotonic() + seconds

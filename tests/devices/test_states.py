@@ -8,7 +8,17 @@ from safetensors.torch import load_file
 
 from counterpoint.core.plan import Plan
 from tests.devices.launch import launch
-from tests.devices.problems import Problem, Setting, act, delayed_loop, differences, plain_loop, replicated, staged, wrapped
+from tests.devices.problems import (
+    Problem,
+    Setting,
+    act,
+    delayed_loop,
+    differences,
+    plain_loop,
+    replicated,
+    staged,
+    wrapped,
+)
 
 PROBLEM = Problem(dropout=0.2, model="normed", optimizer="momentum")
 CLIPPED = Problem(dtype="float64", max_grad_norm=0.05)
