@@ -91,6 +91,7 @@ class Executor:
         self.lost = False
         self.whole_names = False  # values of different microbatches look different
         self._awaited: Task | None = None
+        self._aside = (0, "")
         self._active: dict[str, Task] = {}
         self._ended = False
         store.stopped = lambda: self.lost or self._ended or self.error is not None
@@ -129,13 +130,14 @@ class Executor:
                 self._raise()
         self._prune()
 
-    def aside(self, call: Callable[[], Any]) -> Any:
-        """Do something that waits for peers; unlike the call itself, this ends when a peer is lost."""
+    def aside(self, call: Callable[[], Any], peer: int, what: str) -> Any:
+        """Ask a peer for something; unlike the call itself, this ends when the peer is lost."""
         job = _Job(None, ASIDE, [], -1)
-        job.call = call
+        job.call, self._aside = call, (peer, what)
         self._queues[ASIDE].put(job)
         self._wait(job)
         self._raise()
+        self._aside = (peer, "")
         return job.result
 
     def drain(self) -> None:
@@ -173,7 +175,7 @@ class Executor:
         self._ended = True
         for waiting in (*self._queues.values(), *self._arrivals.values()):
             waiting.put(None)
-        end = time.monotonic() + _JOIN_SECONDS
+        end = time.monotonic() + (0.0 if self.lost else _JOIN_SECONDS)
         for thread in self._threads:
             thread.join(max(0.0, end - time.monotonic()) if self.transport is not None else None)
 
@@ -184,6 +186,7 @@ class Executor:
         """What this device waits for, for an error."""
         awaited = [self._awaited] if self._awaited is not None else []
         tasks = dict.fromkeys(dump_task(task) for task in (*awaited, *tuple(self._active.values())))
+        tasks |= {self._aside[1]: None} if self._aside[1] else {}
         return f"; device {self.device} was waiting for {', '.join(tasks)}" if tasks else ""
 
     def _submit(self, task: Task, step: int) -> _Job:
@@ -272,8 +275,7 @@ class Executor:
             return
         waits = job.lane == ASIDE or isinstance(job.task, Send | Receive | AllReduce | Clip)
         if self.transport is not None and waits and isinstance(error, RuntimeError):
-            reason = self.explain(f"a peer is gone ({str(error).splitlines()[0][:200]})")
-            self.lose(reason)
+            self.lose(self.explain(f"{_peer_of(job.task) or f'device {self._aside[0]}'} is gone ({_reason(error)})"))
         else:
             self.error = error
 
@@ -369,3 +371,19 @@ class Executor:
         done = [index for index, job in self._jobs.items() if job.done.is_set()]
         for index in done:
             del self._jobs[index]
+
+
+def _peer_of(task: Task | None) -> str:
+    match task:
+        case Send(_, peer) | Receive(_, peer):
+            return f"device {peer}"
+        case AllReduce(peers=peers) | Clip(peers=peers):
+            return f"one of devices {', '.join(map(str, peers))}"
+        case _:
+            return ""
+
+
+def _reason(error: BaseException) -> str:
+    """What gloo says, without the place in its sources."""
+    text = str(error).splitlines()[0] if str(error) else type(error).__name__
+    return text.partition("] ")[2].partition(". ")[0][:120] or text[:120]

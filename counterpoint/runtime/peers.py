@@ -7,9 +7,11 @@ Everything here goes through the rendezvous store of torch.distributed: small, r
 moment. Tensors go through `runtime/transport.py`.
 """
 
+import contextlib
 import datetime
 import json
 import os
+import queue
 import socket
 import threading
 import time
@@ -21,12 +23,11 @@ import torch.distributed as dist
 from counterpoint.core.errors import ExecutionError
 
 BEAT_SECONDS = 0.5
-SILENCE_SECONDS = 10.0
+SILENCE_SECONDS = 8.0
 JOIN_SECONDS = 120
 _POLL_SECONDS = (0.001, 0.05)
-_ANSWER_SECONDS = 8
 _PART_SECONDS = 30.0
-_HEAR_SECONDS = 3.0
+_HEAR_SECONDS = 1.5
 
 
 def started_by_launcher() -> bool:
@@ -49,12 +50,13 @@ class Peers:
         self.on_failure: Callable[[str], None] = lambda text: None
         self._said = False
         Peers._runs += 1
-        self._store, self._watch_store = (_store(f"counterpoint {Peers._runs}") for _ in range(2))
+        self._asked = _Asked(_store(f"counterpoint {Peers._runs}"), self)
+        self._watch_store = _store(f"counterpoint {Peers._runs}")
         self._calls = 0
         self._ended = threading.Event()
-        self._watch_store.set(f"pulse {self.device}", "0")
-        self._watcher = threading.Thread(target=self._watch, name="counterpoint pulse", daemon=True)
-        self._watcher.start()
+        self._beaten = time.monotonic()
+        for work in (self._watch, self._oversee):
+            threading.Thread(target=work, name="counterpoint pulse", daemon=True).start()
         self.servers = tuple(self.gather("server", os.environ.get("GROUP_RANK", socket.gethostname())))
 
     @property
@@ -75,13 +77,13 @@ class Peers:
     def gather(self, what: str, data: Any) -> list[Any]:
         """What each device says, in their order; waits for all."""
         key = self._next()
-        self._store.set(f"{key} {self.device}", json.dumps([what, data]))
+        self._asked.set(f"{key} {self.device}", json.dumps([what, data]))
         return [self._answer(f"{key} {device}", device, what) for device in range(self.count)]
 
     def broadcast(self, what: str, data: Any = None, source: int = 0) -> Any:
         key = self._next()
         if self.device == source:
-            self._store.set(f"{key} {source}", json.dumps([what, data]))
+            self._asked.set(f"{key} {source}", json.dumps([what, data]))
             return data
         return self._answer(f"{key} {source}", source, what)
 
@@ -94,24 +96,18 @@ class Peers:
 
     def _answer(self, key: str, device: int, what: str) -> Any:
         pause = _POLL_SECONDS[0]
-        while not self._has(key):
+        while not self._asked.check([key]):
             if self.failure is not None:
                 raise ExecutionError(f"{self.failure}; device {self.device} was waiting for device {device}: {what}")
             time.sleep(pause)
             pause = min(pause * 1.3, _POLL_SECONDS[1])
-        said, data = json.loads(self._store.get(key))
+        said, data = json.loads(self._asked.get(key))
         if said != what:
             raise ExecutionError(
                 f"device {device} is at {said!r} where device {self.device} is at {what!r}; "
                 "every process must make the same calls in the same order"
             )
         return data
-
-    def _has(self, key: str) -> bool:
-        try:
-            return bool(self._store.check([key]))
-        except RuntimeError as error:
-            raise ExecutionError(self.failure or f"the rendezvous store is gone: {_line(error)}") from error
 
     # ---- who lives
 
@@ -120,10 +116,8 @@ class Peers:
         if not self._said and self.failure is None:
             self._said = True
             text = f"device {self.device} failed: {type(error).__name__}: {error}"
-            try:
-                self._store.set(f"failed {self.device}", text)
-            except RuntimeError:
-                return
+            with contextlib.suppress(ExecutionError):
+                self._asked.set(f"failed {self.device}", text)
 
     def explained(self, text: str) -> str:
         """Why a peer is gone, if it said so: its own word, or else `text`."""
@@ -143,10 +137,23 @@ class Peers:
                 text = self._silent(heard)
             except RuntimeError as error:
                 text = f"device 0 is gone: its rendezvous store does not answer ({_line(error)})"
-            if text is not None and not self._ended.is_set():
-                self.failure = text
-                self.on_failure(text)
+            self._beaten = time.monotonic()
+            if text is not None:
+                self._lose(text)
                 return
+
+    def _oversee(self) -> None:
+        """The store may hang with the process that holds it, and whoever asks it."""
+        while not self._ended.wait(BEAT_SECONDS):
+            silence = time.monotonic() - self._beaten
+            if silence > SILENCE_SECONDS and self.failure is None:
+                self._lose(f"device 0 has not answered for {silence:.0f} s: it hangs or lost its network")
+                return
+
+    def _lose(self, text: str) -> None:
+        if not self._ended.is_set():
+            self.failure = text
+            self.on_failure(text)
 
     def _silent(self, heard: dict[int, tuple[bytes, float]]) -> str | None:
         now = time.monotonic()
@@ -166,26 +173,65 @@ class Peers:
     def part(self) -> None:
         """Leave when the others leave too, device 0 last: it may hold the store. After a failure all hear of it."""
         failed = self._said or self.failure is not None
-        seconds = _HEAR_SECONDS if failed else _PART_SECONDS
-        try:
-            self._store.set(f"parted {self.device}", "")
-            self._await("parted", self.others, seconds)
+        with contextlib.suppress(ExecutionError):
+            self._asked.set(f"parted {self.device}", "")
+            self._await("parted", _HEAR_SECONDS if failed else _PART_SECONDS)
             self._ended.set()
-            self._watcher.join(_ANSWER_SECONDS)
             if self.device:
-                self._store.set(f"left {self.device}", "")
-            else:
-                self._await("left", self.others, _HEAR_SECONDS)
-        except RuntimeError:
-            self.failure = self.failure or "the rendezvous store is gone"
+                self._asked.set(f"left {self.device}", "")
+            elif not failed:
+                self._await("left", _PART_SECONDS)
         self._ended.set()
 
-    def _await(self, word: str, devices: tuple[int, ...], seconds: float) -> None:
+    def _await(self, word: str, seconds: float) -> None:
         end = time.monotonic() + seconds
         failed = self.failure is not None
-        waited = [f"{word} {device}" for device in devices]
-        while time.monotonic() < end and not self._store.check(waited) and (failed or self.failure is None):
+        waited = [f"{word} {device}" for device in self.others]
+        while time.monotonic() < end and not self._asked.check(waited) and (failed or self.failure is None):
             time.sleep(0.01)
+
+
+class _Asked:
+    """The store behind a thread of its own: whoever asks gets an answer, or hears that there will be none."""
+
+    def __init__(self, store: Any, peers: Peers) -> None:
+        self._store, self._peers = store, peers
+        self._questions: queue.SimpleQueue[tuple[Callable[[], Any], queue.SimpleQueue[Any]]] = queue.SimpleQueue()
+        threading.Thread(target=self._serve, name="counterpoint store", daemon=True).start()
+
+    def set(self, key: str, value: str) -> None:
+        self._ask(lambda: self._store.set(key, value))
+
+    def get(self, key: str) -> Any:
+        return self._ask(lambda: self._store.get(key))
+
+    def check(self, keys: list[str]) -> bool:
+        return bool(self._ask(lambda: self._store.check(keys)))
+
+    def _ask(self, question: Callable[[], Any]) -> Any:
+        answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
+        self._questions.put((question, answers))
+        since = time.monotonic()
+        while True:
+            try:
+                answer = answers.get(timeout=BEAT_SECONDS)
+                break
+            except queue.Empty:
+                waited = time.monotonic() - since
+                if waited > SILENCE_SECONDS or (self._peers.failure is not None and waited > _HEAR_SECONDS):
+                    text = self._peers.failure or "device 0 does not answer: its rendezvous store hangs"
+                    raise ExecutionError(text) from None
+        if isinstance(answer, RuntimeError):
+            raise ExecutionError(self._peers.failure or f"the rendezvous store is gone: {_line(answer)}") from answer
+        return answer
+
+    def _serve(self) -> None:
+        while True:
+            question, answers = self._questions.get()
+            try:
+                answers.put(question())
+            except RuntimeError as error:
+                answers.put(error)
 
 
 def _join() -> None:
@@ -202,9 +248,7 @@ def _join() -> None:
 def _store(prefix: str) -> Any:
     """A connection of one's own to the rendezvous store: another thread may be waiting on the first one."""
     base: Any = dist.distributed_c10d._get_default_store()
-    store = dist.distributed_c10d.PrefixStore(prefix, base.clone())
-    store.set_timeout(datetime.timedelta(seconds=_ANSWER_SECONDS))
-    return store
+    return dist.distributed_c10d.PrefixStore(prefix, base.clone())
 
 
 def _line(error: BaseException) -> str:

@@ -215,12 +215,15 @@ class Engine:
         first = number * self.program.num_microbatches
         for device, microbatches in self.duties.losses.items():
             if device != self.device:
-                found = self.executor.aside(partial(self.transport.hear_losses, len(microbatches), device))
+                hear = partial(self.transport.hear_losses, len(microbatches), device)
+                found = self.executor.aside(hear, device, f"the losses of step {step.number} from device {device}")
                 step.losses |= {first + k: loss.to(dtype) for k, loss in zip(microbatches, found, strict=True)}
 
     def evaluate(self, batches: Sequence[Mapping[int, Tensor]], sizes: Sequence[int], step: int) -> float:
         """The mean loss of microbatches of these sizes, as in eval mode."""
         with self._guarded(step, self.compute.buffers):
+            if self.peers is not None:
+                self.peers.barrier("evaluate")
             return self._evaluator.loss(batches, sizes)
 
     @contextlib.contextmanager

@@ -56,6 +56,13 @@ def open_home(stack: contextlib.ExitStack, peers: Peers, folder: Path, parts: Pa
         disk = stack.enter_context(Disk(folder, sizes, make=False))
         versions = Versions(folder / "versions.bin", keys, make=False)
     stack.callback(versions.close)
-    passing = stack.enter_context(Disk(folder / f"device {device}", {}))
+    own = folder / f"device {device}"
+    stack.callback(_remove_empty, own)
+    passing = stack.enter_context(Disk(own, {}))
     fills = frozenset(i for i in range(parts.frame.num_layers) if duties.fills(i, device, peers.servers))
     return SharedHome(disk, passing, HomeNames(holders, duties.two_versions), versions, fills)
+
+
+def _remove_empty(folder: Path) -> None:
+    with contextlib.suppress(OSError):
+        folder.rmdir()

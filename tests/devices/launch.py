@@ -64,7 +64,7 @@ class Crew:
         late = [rank for rank, process in enumerate(self.processes) if process.is_alive()]
         if late:
             raise TimeoutError(f"devices {late} are still running after {timeout_seconds} s")
-        return [self._outcome(rank) for rank in range(len(self.processes))]
+        return [self.outcome(rank) for rank in range(len(self.processes))]
 
     def results(self, timeout_seconds: float = TIMEOUT_SECONDS) -> list[Any]:
         """What each process returned; the first that failed is an error."""
@@ -73,7 +73,7 @@ class Crew:
         assert not failed, "\n".join(failed)
         return [outcome.value for outcome in found]
 
-    def _outcome(self, rank: int) -> Outcome:
+    def outcome(self, rank: int) -> Outcome:
         import torch
 
         path, code = self.folder / f"{rank}.pt", self.processes[rank].exitcode or 0

@@ -1,0 +1,123 @@
+"""A device that dies, hangs or disagrees: the others end within seconds and say who it was and what they waited for."""
+
+import os
+import re
+import signal
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.devices.launch import Crew
+from tests.devices.problems import Problem, Setting, act, replicated, staged
+from tests.devices.workers import differ, quarrel, stumble, train_for_ever
+
+PROBLEM = Problem()
+FLUSH = Setting(staged("flush", PROBLEM))
+HALVES = Setting(replicated(PROBLEM, 2, shard_updates=True))
+SOON_SECONDS = 8.0
+SILENT_SECONDS = 25.0
+
+
+@pytest.mark.parametrize(
+    ("sent", "victim", "setting", "limit", "says"),
+    [
+        (
+            signal.SIGKILL,
+            1,
+            FLUSH,
+            SOON_SECONDS,
+            r"device 1 .*gone.*device 0 was waiting for .*(R \w+\.m\d+ <1|losses)",
+        ),
+        (signal.SIGKILL, 0, FLUSH, SOON_SECONDS, r"device 0 .*gone.*device 1 was waiting for "),
+        (signal.SIGKILL, 1, HALVES, SOON_SECONDS, r"device.* 1 .*gone"),
+        (signal.SIGSTOP, 1, FLUSH, SILENT_SECONDS, r"device 1 has not answered for \d+ s"),
+        (signal.SIGSTOP, 0, FLUSH, SILENT_SECONDS, r"device 0 has not answered for \d+ s"),
+    ],
+    ids=["killed", "first killed", "replica killed", "stopped", "first stopped"],
+)
+def test_others_end_soon(
+    sent: signal.Signals, victim: int, setting: Setting, limit: float, says: str, tmp_path: Path
+) -> None:
+    mark = tmp_path / "mark"
+    with Crew(2, train_for_ever, PROBLEM, setting, str(tmp_path / "home"), str(mark)) as crew:
+        while not all(mark.with_suffix(f".{device}").exists() for device in range(2)):
+            assert all(process.is_alive() for process in crew.processes)
+            time.sleep(0.05)
+        pid = crew.processes[victim].pid
+        assert pid is not None
+        os.kill(pid, sent)
+        other = crew.processes[1 - victim]
+        other.join(limit)
+        assert other.exitcode == 0, "it hangs"
+        error = crew.outcome(1 - victim).error
+    assert error.startswith("ExecutionError: ")
+    assert re.search(says, error), error
+
+
+def test_a_mistake_of_one_is_told_to_the_others(tmp_path: Path) -> None:
+    with Crew(2, stumble, PROBLEM, FLUSH, str(tmp_path / "home")) as crew:
+        first, second = crew.outcomes(60)
+    assert re.match(r"ExecutionError: device 1 failed: KeyError: .*mistake.*; device 0 was waiting for ", first.error)
+    assert second.error.startswith("KeyError")
+    assert list((tmp_path / "home").iterdir()) == []
+
+
+def test_a_killed_run_leaves_a_folder_that_the_next_one_can_use(tmp_path: Path) -> None:
+    mark, home = tmp_path / "mark", str(tmp_path / "home")
+    with Crew(2, train_for_ever, PROBLEM, FLUSH, home, str(mark)) as crew:
+        while not mark.with_suffix(".0").exists():
+            time.sleep(0.05)
+    with Crew(2, act, PROBLEM, FLUSH, home, [("steps", 2)]) as crew:
+        assert [found["steps"] for found in crew.results()] == [2, 2]
+
+
+@pytest.mark.parametrize(
+    ("problem", "setting", "says"),
+    [
+        (replace(PROBLEM, model="normed"), FLUSH, "the model on device 1 is Mlp"),
+        (replace(PROBLEM, optimizer="sgd"), FLUSH, "the optimizer on device 1 is SGD"),
+        (replace(PROBLEM, seed=4), FLUSH, "the seed on device 1 is 4, on device 0 3"),
+        (PROBLEM, Setting(staged("gpipe", PROBLEM)), "the plan on device 1 is"),
+        (PROBLEM, replace(FLUSH, memory="3GiB"), "memory on device 1 is 3221225472, on device 0 4294967296"),
+    ],
+    ids=["model", "optimizer", "seed", "plan", "memory"],
+)
+def test_processes_that_differ_are_named(problem: Problem, setting: Setting, says: str, tmp_path: Path) -> None:
+    with Crew(2, differ, [PROBLEM, problem], [FLUSH, setting], str(tmp_path / "home")) as crew:
+        found = crew.outcomes(60)
+    assert all("the processes differ: " in outcome.error and says in outcome.error for outcome in found), found
+
+
+def test_different_calls_are_named(tmp_path: Path) -> None:
+    with Crew(2, quarrel, PROBLEM, FLUSH, str(tmp_path / "home")) as crew:
+        found = crew.outcomes(60)
+    assert any("every process must make the same calls in the same order" in outcome.error for outcome in found), found
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        ({"schedule": "flush", "replicas": 3}, "2 devices do not divide into 3 replicas"),
+        ({"schedule": "2bw", "devices": 4}, "4 devices are asked for and 2 processes were started"),
+        ({"schedule": "flash"}, "unknown schedule 'flash'"),
+        ({"schedule": "harmony", "microbatch": 8}, "does not divide into microbatches of 8 on 2 replicas"),
+    ],
+    ids=["replicas", "devices", "schedule", "minibatch"],
+)
+def test_bad_options_are_refused_on_every_device(options: dict[str, Any], says: str, tmp_path: Path) -> None:
+    setting = Setting(options=options)
+    with Crew(2, act, PROBLEM, setting, str(tmp_path / "home"), [("steps", 1)]) as crew:
+        found = crew.outcomes(60)
+    assert all(says in outcome.error for outcome in found), found
+
+
+def test_2bw_with_too_few_microbatches_and_more_devices_than_layers(tmp_path: Path) -> None:
+    few = Setting(options={"schedule": "2bw", "microbatch": 8})
+    with Crew(4, act, PROBLEM, few, str(tmp_path / "home"), [("steps", 1)]) as crew:
+        assert all("2bw needs at least 3" in outcome.error for outcome in crew.outcomes(60))
+    many = Setting(options={"schedule": "flush"})
+    with Crew(7, act, PROBLEM, many, str(tmp_path / "home"), [("steps", 1)]) as crew:
+        assert all("7 stages for 6 layers" in outcome.error for outcome in crew.outcomes(90))
