@@ -41,6 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Exit code: 0, 2 for anything the caller can fix (one line on stderr), 130 when interrupted."""
     try:
         options, unknown = _parser().parse_known_args(arguments)
+        options.given = list(sys.argv[1:] if arguments is None else arguments)
         if unknown:
             options.parser.refuse_unknown(unknown[0])
         code: int = options.handler(options)
@@ -57,7 +58,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def _refuse(text: str) -> int:
-    print(f"counterpoint: error: {text}", file=sys.stderr)
+    device = f"device {os.environ.get('RANK')}: " if int(os.environ.get("WORLD_SIZE", "1")) > 1 else ""
+    print(f"counterpoint: error: {device}{text}", file=sys.stderr)
     return 2
 
 
@@ -206,8 +208,14 @@ def _run_job(options: argparse.Namespace, forecast_only: bool) -> int:
         print("\n".join(f"{name:<16}{text}" for name, text in builtin_models().items()))
         return 0
     from counterpoint.job.run import train
+    from counterpoint.job.several import is_started, start
 
     config = chosen_config(options.config, given_flags(options))
+    if config.devices > 1 and not is_started():
+        from counterpoint.job.folder import open_folder
+
+        root = open_folder(config)[0].root
+        return start([*options.given, "--run", str(root)], config.devices, config.restarts)
     return train(config, quiet=options.quiet, forecast_only=forecast_only)
 
 

@@ -8,6 +8,7 @@ from counterpoint.core.plan import POLICIES
 from counterpoint.core.units import parse_bytes
 
 STDLIB = "stdlib"
+RUN_SCHEDULES = ("harmony", "plain", "harmony_pp", "model_parallel", "gpipe", "flush", "2bw")
 LAST = "last"
 
 
@@ -42,7 +43,10 @@ class Config:
     betas: tuple[float, float] = _option((0.9, 0.95), "of adamw")
     momentum: float = _option(0.9, "of sgd")
     max_grad_norm: float | None = _option(1.0, "clip gradients to this global norm; none: do not")
-    schedule: str = _option("harmony", "order of the computation", ("harmony", "plain"))
+    devices: int = _option(1, "processes on this machine, each a device with a budget of its own")
+    replicas: int | None = _option(None, "copies of the model among the devices (default: the schedule's usual)")
+    restarts: int = _option(0, "times that a failed run on several devices is started again from its last checkpoint")
+    schedule: str = _option("harmony", "order of the computation", RUN_SCHEDULES)
     activations: str | None = _option(None, "for backward (default: what is fastest within the budget)", POLICIES)
     evaluate_every: int = _option(0, "steps between evaluations on held-out data; 0: none")
     evaluate_minibatches: int = _option(4, "minibatches per evaluation")
@@ -74,7 +78,8 @@ OPTIONS: dict[str, Field[Any]] = {option.name: option for option in fields(Confi
 _AT_LEAST = {
     "vocabulary": 2, "steps": 1, "minibatch": 1, "microbatch": 1, "sequence_length": 2, "warmup": 0,
     "evaluate_every": 0, "evaluate_minibatches": 1, "save_every": 0, "keep": 1, "seed": 0, "log_every": 1,
-    "weight_decay": 0, "validation_share": 0, "final_share": 0, "momentum": 0,
+    "weight_decay": 0, "validation_share": 0, "final_share": 0, "momentum": 0, "devices": 1, "replicas": 1,
+    "restarts": 0,
 }  # fmt: skip
 _BELOW = {"validation_share": 1.0, "momentum": 1.0}
 

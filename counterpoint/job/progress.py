@@ -1,5 +1,6 @@
 """Steps as they are measured -> what a person sees: one live panel on a terminal, else plain lines."""
 
+import math
 import sys
 import time
 from collections.abc import Iterable, Sequence
@@ -140,7 +141,7 @@ class Panel:
         memory = ProgressBar(self._budget_bytes, min(last.resident_bytes, self._budget_bytes), width=_WIDTH)
         budget = f"{format_bytes(last.resident_bytes)} of {format_bytes(self._budget_bytes)}"
         held_out = "" if self._held_out is None else f", held out {self._held_out:.4f}"
-        losses = [metrics.loss for metrics in self._history]
+        losses = [metrics.loss for metrics in self._history if not math.isnan(metrics.loss)]
         grid.add_row("loss", sparkline(losses), f"[bold]{last.loss:.4f}[/]{held_out}")
         grid.add_row("memory", memory, budget)
         grid.add_row("speed", f"{last.tokens_per_s:,.0f} tokens/s", f"{format_ns(last.step_ns)} per step")

@@ -1,5 +1,6 @@
 """A run's folder -> what it did, set beside what was forecast."""
 
+import math
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from statistics import median
@@ -33,7 +34,7 @@ def report(root: Path) -> str:
 
 
 def _learned(metrics: Sequence[Metrics]) -> Iterator[tuple[str, str]]:
-    losses = [m.loss for m in metrics]
+    losses = [m.loss for m in metrics if not math.isnan(m.loss)] or [math.nan]
     yield "loss", f"{losses[0]:.4f} -> {losses[-1]:.4f}, lowest {min(losses):.4f}   {sparkline(_thinned(losses))}"
     held_out = [m.evaluation_loss for m in metrics if m.evaluation_loss is not None]
     if held_out:

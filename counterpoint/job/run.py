@@ -10,7 +10,7 @@ from pathlib import Path
 
 from counterpoint.core import files
 from counterpoint.core.errors import CounterpointError, ExecutionError
-from counterpoint.job.config import Config
+from counterpoint.job.config import LAST, Config
 from counterpoint.job.config_file import config_text
 from counterpoint.job.expected import expected_of
 from counterpoint.job.folder import RunFolder, open_folder
@@ -20,6 +20,7 @@ from counterpoint.job.optimizers import learning_rate_at, set_learning_rate
 from counterpoint.job.progress import Progress, choose_progress
 from counterpoint.job.report import report
 from counterpoint.job.setup import DIGEST, Setup, changes, resolve, set_up, stated
+from counterpoint.job.several import is_first, is_restarted, one_at_a_time
 from counterpoint.planner.forecast_text import plan_text
 from counterpoint.runtime.memory_process import peak_resident_bytes, reset_peak_resident
 from counterpoint.trainer import Trainer
@@ -29,11 +30,15 @@ _TRACED_STEPS = 3
 
 
 def train(config: Config, *, quiet: bool = False, forecast_only: bool = False) -> int:
-    """Exit code: 0 at the end of the run, 128 + number of the signal that ended it before."""
-    folder, checkpoint = open_folder(config)
+    """Exit code: 0 at the end of the run, 128 + number of the signal that ended it before.
+
+    One of several processes does the same as the others; only the first speaks and writes the log.
+    """
+    folder, checkpoint = open_folder(_restarted(config) if is_restarted() else config)
     config = resolve(config, folder)
     with terminable(), _folder_of(folder), contextlib.ExitStack() as stack:
-        setup = set_up(config, folder, checkpoint, _say)
+        with one_at_a_time(folder.root):
+            setup = set_up(config, folder, checkpoint, _say)
         stack.callback(setup.data.close)
         _introduce(setup)
         trainer = stack.enter_context(_trainer(setup))
@@ -44,9 +49,20 @@ def train(config: Config, *, quiet: bool = False, forecast_only: bool = False) -
             raise ValueError(
                 f"{folder.root} is at step {trainer.step_count} already: ask for more than that with steps"
             )
-        number = _run(setup, trainer, quiet)
-    _say("\n" + report(folder.root))
+        number = _run(setup, trainer, quiet or not is_first())
+    if is_first():
+        _say("\n" + report(folder.root))
     return 0 if number is None else 128 + number
+
+
+def _restarted(config: Config) -> Config:
+    """A run that its launcher starts again goes on from its last checkpoint, or begins anew if it has none."""
+    folder = RunFolder(Path(config.run)) if config.run else None
+    if folder is not None and folder.last_checkpoint() is not None:
+        return replace(config, resume=LAST)
+    if folder is not None and is_first():
+        folder.metrics.unlink(missing_ok=True)
+    return config
 
 
 def _introduce(setup: Setup) -> None:
@@ -58,7 +74,8 @@ def _introduce(setup: Setup) -> None:
 
 
 def _say(text: str) -> None:
-    print(text, flush=True)
+    if is_first():
+        print(text, flush=True)
 
 
 @contextlib.contextmanager
@@ -69,7 +86,10 @@ def _folder_of(folder: RunFolder) -> Iterator[None]:
     try:
         yield
     finally:
-        if made and not folder.checkpoints() and not (folder.metrics.exists() and folder.metrics.stat().st_size):
+        (folder.root / ".turn").unlink(missing_ok=True)
+        if not is_first():
+            pass
+        elif made and not folder.checkpoints() and not (folder.metrics.exists() and folder.metrics.stat().st_size):
             shutil.rmtree(folder.root)
         elif folder.scratch.is_dir() and not any(folder.scratch.iterdir()):
             folder.scratch.rmdir()
@@ -89,6 +109,7 @@ def _trainer(setup: Setup) -> Trainer:
         precision=config.precision,
         seed=config.seed,
         schedule=config.schedule,
+        replicas=config.replicas,
         activations=config.activations,
         weights=setup.source.weights,
         resume=setup.checkpoint,
@@ -98,6 +119,8 @@ def _trainer(setup: Setup) -> Trainer:
 def _record(setup: Setup, trainer: Trainer) -> None:
     """What was decided and what it will be like, to read now and to compare later."""
     folder = setup.folder
+    if not is_first():
+        return
     folder.config.write_text(config_text(setup.config))
     files.save(trainer.plan, folder.plan)
     files.save(expected_of(trainer), folder.forecast)
@@ -109,26 +132,36 @@ def _run(setup: Setup, trainer: Trainer, quiet: bool) -> int | None:
     """The number of the signal that ended the run, None if it came to its end."""
     config, folder = setup.config, setup.folder
     with contextlib.ExitStack() as stack:
-        log = MetricsLog(folder.metrics, folder.tensorboard if config.tensorboard else None, trainer.step_count)
-        stack.callback(log.close)
-        progress = choose_progress(config.steps, trainer.step_count, trainer.memory_bytes, config.log_every, quiet)
+        log: MetricsLog | None = None
+        if is_first():
+            log = MetricsLog(folder.metrics, folder.tensorboard if config.tensorboard else None, trainer.step_count)
+            stack.callback(log.close)
+        every = config.log_every if is_first() else config.steps + 1
+        progress = choose_progress(config.steps, trainer.step_count, trainer.memory_bytes, every, quiet)
         stack.enter_context(progress)
         interruption = stack.enter_context(Interruption(progress.note))
         start_peak = _begin_measuring()
         try:
-            while trainer.step_count < config.steps and not interruption.requested:
+            stopping = False
+            while trainer.step_count < config.steps and not stopping:
                 metrics = replace(_step(setup, trainer), start_peak_bytes=start_peak)
                 start_peak = None
-                log.write(metrics)
-                progress.step(metrics)
-                if _is_due(config.save_every, metrics.step) or metrics.step == config.steps or interruption.requested:
-                    progress.note(f"saved {_save(setup, trainer)}")
+                stopping = trainer.agreed(interruption.requested)
+                if log is not None:
+                    log.write(metrics)
+                    progress.step(metrics)
+                if _is_due(config.save_every, metrics.step) or metrics.step == config.steps or stopping:
+                    saved = _save(setup, trainer)
+                    if is_first():
+                        progress.note(f"saved {saved}")
         except CounterpointError as error:
             raise _with_checkpoint(error, folder) from error
-        if config.trace:
+        if config.trace and is_first():
             _draw(setup, trainer)
-        _part(progress, interruption.number, setup, trainer.step_count)
-        return interruption.number
+        number = interruption.number or (signal.SIGTERM if stopping else None)
+        if is_first():
+            _part(progress, number, setup, trainer.step_count)
+        return number
 
 
 def _begin_measuring() -> int | None:
@@ -178,7 +211,8 @@ def _save(setup: Setup, trainer: Trainer) -> Path:
     target = setup.folder.checkpoint(trainer.step_count)
     target.parent.mkdir(parents=True, exist_ok=True)
     trainer.save(target, {DIGEST: setup.data.digest})
-    setup.folder.remove_other_checkpoints(trainer.step_count, setup.config.keep)
+    if is_first():
+        setup.folder.remove_other_checkpoints(trainer.step_count, setup.config.keep)
     return target
 
 

@@ -25,6 +25,7 @@ from counterpoint.core.errors import ExecutionError
 BEAT_SECONDS = 0.5
 SILENCE_SECONDS = 8.0
 JOIN_SECONDS = 120
+STEPS_APART = 3
 _POLL_SECONDS = (0.001, 0.05)
 _PART_SECONDS = 30.0
 _HEAR_SECONDS = 1.5
@@ -89,6 +90,12 @@ class Peers:
 
     def barrier(self, what: str) -> None:
         self.gather(what, None)
+
+    def agreed(self, wish: bool, step: int) -> bool:
+        """Whether the step has come that the first device with a wish has named, later than any device can be."""
+        if wish and not self._asked.check(["stop"]):
+            self._asked.add("stop", step + STEPS_APART)
+        return self._asked.check(["stop"]) and int(self._asked.get("stop")) <= step
 
     def _next(self) -> str:
         self._calls += 1
@@ -204,6 +211,10 @@ class _Asked:
 
     def get(self, key: str) -> Any:
         return self._ask(lambda: self._store.get(key))
+
+    def add(self, key: str, number: int) -> None:
+        """Of several devices the first counts."""
+        self._ask(lambda: self._store.compare_set(key, "", str(number)))
 
     def check(self, keys: list[str]) -> bool:
         return bool(self._ask(lambda: self._store.check(keys)))

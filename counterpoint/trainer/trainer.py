@@ -160,6 +160,13 @@ class Trainer:
         self._take_loss(self._engine.settle(self.step_count))
         return self.loss
 
+    def agreed(self, wish: bool) -> bool:
+        """Whether to stop, for loops on several devices: some steps after one of them wishes it, all hear the same.
+
+        A single device gets its wish at once.
+        """
+        return wish if self.peers is None else self.peers.agreed(wish, self.step_count)
+
     # ---- checkpoints
 
     def save(self, folder: str | Path, extra: Mapping[str, Any] | None = None) -> None:
