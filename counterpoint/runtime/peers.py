@@ -51,8 +51,8 @@ class Peers:
         self.on_failure: Callable[[str], None] = lambda text: None
         self._said = False
         Peers._runs += 1
-        self._asked = _Asked(_store(f"counterpoint {Peers._runs}"), self)
-        self._watch_store = _store(f"counterpoint {Peers._runs}")
+        prefix = f"counterpoint {Peers._runs}"
+        self._asked, self._watch_store = _Asked(_store(prefix), self), _store(prefix)
         self._calls = 0
         self._ended = threading.Event()
         self._beaten = time.monotonic()
@@ -246,12 +246,24 @@ class _Asked:
 
 
 def _join() -> None:
-    device, count = os.environ.get("RANK"), os.environ.get("WORLD_SIZE")
+    """Make the process group, apart from that of an earlier attempt: the launcher's store outlives its processes."""
+    device, count = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    limit = datetime.timedelta(seconds=JOIN_SECONDS)
+    address, port = os.environ.get("MASTER_ADDR", "127.0.0.1"), int(os.environ.get("MASTER_PORT", "29500"))
+    holds = device == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     try:
-        dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=JOIN_SECONDS))
+        store: Any = dist.distributed_c10d.TCPStore(address, port, count, holds, limit)
+        attempt = f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
+        dist.init_process_group(
+            "gloo",
+            timeout=limit,
+            store=dist.distributed_c10d.PrefixStore(attempt, store),
+            rank=device,
+            world_size=count,
+        )
     except (RuntimeError, ValueError) as error:
         raise ExecutionError(
-            f"device {device} did not find the other {int(count or 1) - 1} devices within {JOIN_SECONDS} s: "
+            f"device {device} did not find the other {count - 1} devices within {JOIN_SECONDS} s: "
             f"{_line(error)}; start all of them, with the same MASTER_ADDR and MASTER_PORT"
         ) from error
 
