@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import torch._C._distributed_c10d
 import torch.distributed as dist
 
 from counterpoint.core.errors import ExecutionError
@@ -252,7 +253,7 @@ def _join() -> None:
     address, port = os.environ.get("MASTER_ADDR", "127.0.0.1"), int(os.environ.get("MASTER_PORT", "29500"))
     holds = device == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     try:
-        store: Any = dist.distributed_c10d.TCPStore(address, port, count, holds, limit)
+        store: Any = torch._C._distributed_c10d.TCPStore(address, port, count, holds, limit)
         attempt = f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
         dist.init_process_group(
             "gloo",
