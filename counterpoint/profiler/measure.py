@@ -10,6 +10,7 @@ from torch import Tensor
 from counterpoint.core.profile import Curve, LayerCost, Profile, ValueCost
 from counterpoint.decomposer.chain import Chain, Layer
 from counterpoint.profiler.meter import Meter, storage_bytes
+from counterpoint.runtime.backend import CPU
 from counterpoint.runtime.frame import Flat, Frame
 from counterpoint.runtime.gradients import discarding
 from counterpoint.runtime.memory_process import trim
@@ -175,9 +176,7 @@ class _Runner:
             tensor.detach().requires_grad_(self.chain.values[index].needs_grad)
             for index, tensor in zip(self.layer.inputs, self.inputs, strict=True)
         ]
-        if self.autocast is None:
-            return self.layer.run(self.parameters, self.buffers, leaves)[0]
-        with torch.autocast("cpu", dtype=self.autocast):
+        with CPU.autocast(self.autocast):
             return self.layer.run(self.parameters, self.buffers, leaves)[0]
 
     def _backward(self, outputs: tuple[Tensor, ...]) -> None:

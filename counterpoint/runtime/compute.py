@@ -76,6 +76,7 @@ class Compute:
         self.started: dict[Buffer, set[str]] = {}
         self.updates = Updates(frame, store, rule, max_grad_norm, self.started)
         self.training = True
+        self.backend = store.backend
         self.num_losses = num_microbatches
         self.on_losses: Callable[[Step], None] = _nothing
         self.between_layers: Callable[[], None] = lambda: None
@@ -147,7 +148,7 @@ class Compute:
         parameters = self._parameters(layer, version, leaves)
         again = self.training and (layer, microbatch) in self.forwarded
         buffers = self.forwarded[layer, microbatch] if again else {name: self.buffers[name] for name in spec.buffers}
-        with self._autocast(), self._randomness(layer, microbatch):
+        with self.backend.autocast(self.autocast), self._randomness(layer, microbatch):
             outputs, mutated = spec.run(parameters, buffers, inputs)
         if self.training and not again:
             self.forwarded[layer, microbatch] = buffers
@@ -155,25 +156,13 @@ class Compute:
         edges = [get_gradient_edge(output) if output.requires_grad else None for output in outputs]
         return _Graph(entrances, edges, parameters), outputs
 
-    @contextlib.contextmanager
-    def _randomness(self, layer: int, microbatch: int) -> Iterator[None]:
-        """The layer's own random numbers; those of the user go on afterwards where they were."""
+    def _randomness(self, layer: int, microbatch: int) -> contextlib.AbstractContextManager[None]:
+        """The layer's own random numbers."""
         if not (self.chain.layers[layer].random and self.training):
-            yield
-            return
-        before = torch.default_generator.get_state()
+            return contextlib.nullcontext()
         step = self.steps[microbatch // self.num_microbatches]
         local = microbatch % self.num_microbatches
-        torch.default_generator.manual_seed(layer_seed(self.seed, step.number, local, layer))
-        try:
-            yield
-        finally:
-            torch.default_generator.set_state(before)
-
-    def _autocast(self) -> contextlib.AbstractContextManager[object]:
-        if self.autocast is None:
-            return contextlib.nullcontext()
-        return torch.autocast("cpu", dtype=self.autocast)
+        return self.backend.seeded(layer_seed(self.seed, step.number, local, layer))
 
     def _input(self, value: int, microbatch: int, values: Mapping[int, Tensor]) -> Tensor:
         if value in values:

@@ -4,7 +4,6 @@ Weights, constants, gradients and states are flat regions of the pool, one per l
 born wherever torch makes them and come back from home as regions.
 """
 
-import ctypes
 import threading
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
@@ -15,6 +14,7 @@ from torch import Tensor
 
 from counterpoint.core.errors import ExecutionError
 from counterpoint.core.task import Buffer, BufferKind
+from counterpoint.runtime.backend import CPU, Backend
 from counterpoint.runtime.disk import Disk
 from counterpoint.runtime.frame import BLOCK_BYTES, Flat, Frame
 from counterpoint.runtime.home_names import HomeNames
@@ -70,7 +70,9 @@ class Store:
         names: HomeNames | None = None,
         passing: Disk | None = None,
         versions: Versions | None = None,
+        backend: Backend = CPU,
     ) -> None:
+        self.backend = backend
         self.frame, self.states, self.disk, self.pool = frame, states, disk, pool
         self.num_microbatches = num_microbatches
         self.names, self.passing, self.versions = names or HomeNames(), passing or disk, versions
@@ -260,7 +262,7 @@ class Store:
             done = 0
             while done < piece.numel():
                 part = min(piece.numel() - done, STAGING_BYTES - filled)
-                ctypes.memmove(self._staging[turn].address + filled, piece.data_ptr() + done, part)
+                self.backend.copy_home(piece, done, self._staging[turn], filled, part)
                 done, filled = done + part, _blocks(filled + part)
                 if filled >= STAGING_BYTES:
                     pending[turn] = self.passing.write(key, self._staging[turn].view(0, filled), written)
@@ -299,7 +301,7 @@ class Store:
         staging = self._staging[0]
         for done in range(0, source.numel(), STAGING_BYTES):
             part = min(source.numel() - done, STAGING_BYTES)
-            ctypes.memmove(staging.address, source.data_ptr() + done, part)
+            self.backend.copy_home(source, done, staging, 0, part)
             self.disk.write(key, staging.view(0, _blocks(part)), offset + done).wait()
 
     def read_parameter(self, name: str) -> Tensor:

@@ -11,6 +11,7 @@ from counterpoint.core.errors import ModelError
 from counterpoint.decomposer import chain_of_modules, decompose
 from counterpoint.decomposer.chain import Batch, Chain, name_tensors
 from counterpoint.decomposer.example import Loss
+from counterpoint.runtime.backend import CPU
 from counterpoint.runtime.frame import Flat, Frame, frame_of
 from counterpoint.runtime.optimizer import UpdateRule
 
@@ -33,7 +34,7 @@ def parts_of(
 ) -> Parts:
     """A list of modules becomes one module. The chain is made under the autocast it runs under: models see dtypes."""
     module = model if isinstance(model, nn.Module) else nn.ModuleList(model)
-    with torch.autocast("cpu", autocast, enabled=autocast is not None):
+    with CPU.autocast(autocast):
         chain = _chain(model, example, loss)
     frame = frame_of(chain)
     rule = UpdateRule(optimizer, _names(module, chain))
