@@ -53,7 +53,19 @@ _JOIN_SECONDS = 2.0
 class _Job:
     """A task under way: what it waits for, and when it ran."""
 
-    __slots__ = ("blocker", "call", "done", "end_ns", "lane", "predecessors", "result", "start_ns", "step", "task")
+    __slots__ = (
+        "blocker",
+        "call",
+        "done",
+        "end_ns",
+        "lane",
+        "mark",
+        "predecessors",
+        "result",
+        "start_ns",
+        "step",
+        "task",
+    )
 
     def __init__(self, task: Task | None, lane_name: str, predecessors: list["_Job"], step: int) -> None:
         self.task, self.lane, self.step = task, lane_name, step
@@ -63,6 +75,7 @@ class _Job:
         self.blocker: Task | None = None
         self.call: Callable[[], Any] | None = None
         self.result: Any = None
+        self.mark: object = None
 
 
 class Executor:
@@ -201,8 +214,9 @@ class Executor:
         return job
 
     def _serve(self, name: str) -> None:
-        while (job := self._queues[name].get()) is not None:
-            self._run(job)
+        with self.store.backend.lane(name):
+            while (job := self._queues[name].get()) is not None:
+                self._run(job)
 
     def _serve_arrivals(self, name: str) -> None:
         while (job := self._arrivals[name].get()) is not None:
@@ -216,6 +230,7 @@ class Executor:
                 if not other.done.is_set():
                     job.blocker = other.task
                     self._wait(other)
+                self.store.backend.follow(other.mark)
             if self.error is None:
                 job.start_ns = time.monotonic_ns()
                 posted = self._begin(job)
@@ -267,6 +282,7 @@ class Executor:
         if job.task is not None:
             self._record(job, job.task)
         job.predecessors = []
+        job.mark = self.store.backend.mark()
         job.done.set()
 
     def _fail(self, job: _Job, error: BaseException) -> None:

@@ -19,6 +19,7 @@ from counterpoint.core.units import format_bytes
 from counterpoint.decomposer.chain import Batch
 from counterpoint.planner.forecast_text import describe
 from counterpoint.profiler.measure import measured_sizes, profile_of
+from counterpoint.runtime.backend import CPU
 from counterpoint.runtime.compute import Compute, Step
 from counterpoint.runtime.disk import Disk
 from counterpoint.runtime.duties import duties_of
@@ -26,7 +27,6 @@ from counterpoint.runtime.executor import Executor
 from counterpoint.runtime.home import unused_sizes
 from counterpoint.runtime.home_update import STAGING_BYTES as HOME_STAGING_BYTES
 from counterpoint.runtime.home_update import HomeUpdate
-from counterpoint.runtime.memory import Pool
 from counterpoint.runtime.memory_process import Headroom, give_back_freed_memory, resident_bytes, trim
 from counterpoint.runtime.peers import Peers
 from counterpoint.runtime.rescue import bring_home, discard
@@ -117,7 +117,7 @@ class Engine:
 
     def _build(self, parts: Parts, wishes: Wishes, home: SharedHome | None) -> None:
         budget, m = self.budget_bytes, self.program.num_microbatches
-        pool = Pool(budget + budget * POOL_SLACK_PERCENT // 100)
+        pool = CPU.pool(budget + budget * POOL_SLACK_PERCENT // 100)
         shares = (home.names, home.passing, home.versions) if home else ()
         self.fills = home.fills if home else None
         self.store = Store(parts.frame, parts.states, self.disk, pool, m, *shares)
