@@ -79,7 +79,10 @@ class Problem:
 
 @dataclass(frozen=True)
 class Setting:
-    """How it is trained: `budget` is in units of the smallest that works, `pack` in layers."""
+    """How it is trained: `budget` is in units of the smallest that works, `pack` in layers.
+
+    Several policies, with spaces between them, take turns; a forward pack joins `joined` backward packs.
+    """
 
     policy: str = "recompute"
     pack: int = 1
@@ -89,6 +92,7 @@ class Setting:
     residency: str = "planned"
     seed: int = 0
     host_layers: tuple[int, ...] = ()
+    joined: int = 1
 
 
 @dataclass(frozen=True)
@@ -205,13 +209,14 @@ def plan_of(num_layers: int, setting: Setting, problem: Problem) -> Plan:
     """Packs of one size; under harmony the last layer is a pack by itself and runs forward and backward in one."""
     fused = setting.schedule == "harmony" and num_layers > 1
     packs = equal_packs(num_layers - fused, setting.pack)
+    policies = setting.policy.split()
     return Plan(
         setting.schedule,
         problem.minibatch // setting.microbatch,
         setting.microbatch,
         (*packs, Pack(num_layers - 1, num_layers - 1)) if fused else packs,
-        packs,
-        (setting.policy,) * len(packs) + ("recompute",) * fused,
+        equal_packs(num_layers - fused, setting.pack * setting.joined),
+        tuple(policies[index % len(policies)] for index in range(len(packs))) + ("recompute",) * fused,
         host_layers=tuple(layer for layer in setting.host_layers if layer < num_layers),
         clipping=problem.max_grad_norm is not None,
         residency=setting.residency,
@@ -226,7 +231,7 @@ def placed(program: Program, costs: Costs, plan: Plan, setting: Setting) -> Prog
         try:
             return place(program, costs, (budget,), homes, plan.residency, kept_layers(plan), quick=True)
         except BudgetError:
-            if setting.policy != "keep":
+            if "keep" not in setting.policy:
                 raise
             budget += budget // 8
 

@@ -80,6 +80,17 @@ def test_optimizers(name: str, tmp_path: Path) -> None:
     assert differences(train(problem, setting, tmp_path).outcome, train_plainly(problem, 2)) == []
 
 
+@pytest.mark.parametrize("policy", ["evict recompute", "keep evict recompute", "recompute recompute keep"])
+@pytest.mark.parametrize("joined", [1, 2, 3])
+@pytest.mark.parametrize("budget", [1.0, 1.5])
+def test_a_policy_for_each_pack_and_forward_packs_of_their_own(
+    policy: str, joined: int, budget: float, tmp_path: Path
+) -> None:
+    problem = Problem(llama, causal)
+    setting = Setting(policy, joined=joined, budget=budget)
+    assert differences(train(problem, setting, tmp_path).outcome, train_plainly(problem, 2)) == []
+
+
 @pytest.mark.parametrize("name", ["adamw", "adam amsgrad", "sgd", "sgd momentum", "rmsprop"])
 @pytest.mark.parametrize("host_layers", [(0,), (1, 2, 5), tuple(range(20))], ids=["one", "some", "all"])
 def test_updates_at_home(
