@@ -225,7 +225,9 @@ def _draw(setup: Setup, trainer: Trainer) -> None:
     timeline = trainer.timeline(_TRACED_STEPS)
     title = f"{setup.source.name}: the last {_TRACED_STEPS} steps, measured"
     setup.folder.trace.write_text(trace(timeline))
-    setup.folder.timeline.write_text(page(timeline, title, (trainer.memory_bytes,), plan_text(trainer.plan)))
+    setup.folder.timeline.write_text(
+        page(timeline, title, (trainer.memory_bytes,), plan_text(trainer.plan), trainer.simulated_timeline())
+    )
 
 
 def _part(progress: Progress, number: int | None, setup: Setup, step: int) -> None:

@@ -372,7 +372,7 @@ class Executor:
         start, end = job.start_ns - self.origin_ns, job.end_ns - self.origin_ns
         self.spans.append(Span(self.device, job.lane, task, start, end, job.step, job.blocker))
         if job.lane == "compute":
-            self.memory.append(MemoryPoint("process", end, resident_bytes()))
+            self.memory.append(MemoryPoint(f"device {self.device}", end, resident_bytes()))
 
     def _raise(self) -> None:
         if self.error is None:

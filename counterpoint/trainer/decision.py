@@ -27,9 +27,14 @@ _PROBE_BYTES = 256 << 20
 _WORTH_PERCENT = 8  # of a step: what memory that need not be faulted in again saves
 
 
-def margin_bytes(whole_bytes: int) -> int:
-    """The part of a process of that size which is not planned with."""
-    return max(_MARGIN_BYTES, whole_bytes * _MARGIN_PERCENT // 100)
+def kept_by_allocator(live_bytes: int) -> int:
+    """What a process of that size may occupy beyond what it asked for."""
+    return live_bytes * _MARGIN_PERCENT // 100
+
+
+def margin_bytes(memory_bytes: int) -> int:
+    """The part of the memory which is not planned with."""
+    return max(_MARGIN_BYTES, kept_by_allocator(memory_bytes))
 
 
 @dataclass(frozen=True, slots=True)

@@ -34,7 +34,7 @@ from counterpoint.runtime.store import STAGING_BYTES, Store, home_sizes
 from counterpoint.runtime.transport import SLICE_BYTES, Transport
 from counterpoint.trainer.agreement import agree, decide_together, share_buffers, shared
 from counterpoint.trainer.chosen_plan import ChosenPlan
-from counterpoint.trainer.decision import decide, margin_bytes, usable_bytes
+from counterpoint.trainer.decision import decide, kept_by_allocator, usable_bytes
 from counterpoint.trainer.evaluation import Evaluator
 from counterpoint.trainer.initial_weights import blank_buffers
 from counterpoint.trainer.parts import Parts, tokens_per_sample
@@ -110,7 +110,7 @@ class Engine:
     def _whole(self, memory_bytes: int) -> str:
         """The last line of the forecast: the budget is for the whole process, also what an allocator keeps."""
         live = self.base_bytes + self.forecast.tiers[self.device].peak_bytes + self.kept_bytes
-        self.peak_bytes = min(memory_bytes, live + margin_bytes(live))
+        self.peak_bytes = min(memory_bytes, live + kept_by_allocator(live))
         sizes = f"{format_bytes(self.peak_bytes):>9} of {format_bytes(memory_bytes)}"
         spare = f", {format_bytes(memory_bytes - self.peak_bytes)} to spare" if self.peak_bytes < memory_bytes else ""
         return f"{'  whole process':<28}{sizes}: fits{spare}"

@@ -1,7 +1,7 @@
 """Spans of a run -> what a trainer tells of itself: memory, bytes moved, time waited."""
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from counterpoint.core.timeline import Span, Timeline, cause_of
 from counterpoint.runtime.executor import Executor
@@ -32,6 +32,15 @@ def waited(spans: Iterable[Span], step: int, begin_ns: int) -> tuple[tuple[str, 
             found[cause] = found.get(cause, 0) + span.start_ns - free
         free = max(free, span.end_ns)
     return tuple(sorted(found.items(), key=lambda item: -item[1]))
+
+
+def with_process(timeline: Timeline, base_bytes: int) -> Timeline:
+    """A simulated timeline in the terms of a measured one: devices hold the process itself too."""
+    memory = tuple(
+        replace(point, held_bytes=point.held_bytes + base_bytes) if point.tier.startswith("device ") else point
+        for point in timeline.memory
+    )
+    return replace(timeline, memory=memory)
 
 
 def measured_timeline(executor: Executor, first_step: int) -> Timeline:

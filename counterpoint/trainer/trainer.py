@@ -11,6 +11,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from counterpoint.core.costs import Costs
 from counterpoint.core.errors import ExecutionError, ModelError
 from counterpoint.core.plan import Plan
 from counterpoint.core.timeline import Timeline
@@ -22,11 +23,12 @@ from counterpoint.runtime.compute import Step
 from counterpoint.runtime.memory_process import keep_freed_memory, peak_resident_bytes, resident_bytes
 from counterpoint.runtime.peers import Peers, started_by_launcher
 from counterpoint.runtime.share import Share
+from counterpoint.simulator import simulate
 from counterpoint.trainer.engine import Engine
 from counterpoint.trainer.export import export_model
 from counterpoint.trainer.initial_weights import announce, fill
 from counterpoint.trainer.parts import Model, Parts, batch_size, microbatches, parts_of
-from counterpoint.trainer.statistics import Statistics, measured_timeline, waited
+from counterpoint.trainer.statistics import Statistics, measured_timeline, waited, with_process
 from counterpoint.trainer.wishes import PRECISIONS, Wishes, read_wishes
 
 RECORDED_STEPS = 16
@@ -231,6 +233,11 @@ class Trainer:
     def timeline(self, steps: int = RECORDED_STEPS) -> Timeline:
         """When each task of the last steps ran, measured."""
         return measured_timeline(self.executor, self.step_count - steps)
+
+    def simulated_timeline(self) -> Timeline:
+        """When each task of the first steps would run by the forecast: the same program as is executed."""
+        found = simulate(self.program, Costs(self.profile, self.plan), self.machine, steps=3)
+        return with_process(found, self.base_bytes)
 
     def describe(self) -> str:
         """The forecast as text."""

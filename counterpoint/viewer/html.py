@@ -28,12 +28,19 @@ td.share { min-width: 110px; padding-right: 0;
 """
 
 
-def page(timeline: Timeline, title: str, budgets: Sequence[int] = (), notes: str = "") -> str:
-    """`notes` is a sentence or two below the title, say which plan on which machine."""
-    return "\n".join(_page(timeline, title, budgets, notes)) + "\n"
+def page(
+    timeline: Timeline, title: str, budgets: Sequence[int] = (), notes: str = "", forecast: Timeline | None = None
+) -> str:
+    """`notes` is a sentence or two below the title, say which plan on which machine.
+
+    With the `forecast` of a measured run, a step of it stands below the measured one, to the same scale.
+    """
+    return "\n".join(_page(timeline, title, budgets, notes, forecast)) + "\n"
 
 
-def _page(timeline: Timeline, title: str, budgets: Sequence[int], notes: str) -> Iterator[str]:
+def _page(
+    timeline: Timeline, title: str, budgets: Sequence[int], notes: str, forecast: Timeline | None
+) -> Iterator[str]:
     yield '<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">'
     yield '<meta name="viewport" content="width=device-width, initial-scale=1">'
     yield f"<title>{escape(title)}</title>\n<style>{_STYLE}</style>\n</head>\n<body>"
@@ -45,8 +52,12 @@ def _page(timeline: Timeline, title: str, budgets: Sequence[int], notes: str) ->
         yield from _table(heading, entries)
     yield "</div>"
     if len(timeline.step_ends_ns) > 1:
-        yield "<h2>One step close up</h2>"
-        yield f'<div class="drawing">{draw(timeline, "", budgets, timeline.steady_window_ns)}</div>'
+        shown = [timeline] if forecast is None else [timeline, forecast]
+        length = max(end - begin for begin, end in (each.steady_window_ns for each in shown))
+        for heading, each in zip(("One step close up", "The same step as it was forecast"), shown, strict=False):
+            begin = each.steady_window_ns[0]
+            yield f"<h2>{heading}</h2>"
+            yield f'<div class="drawing">{draw(each, "", budgets, (begin, begin + length))}</div>'
     yield "<h2>The whole run</h2>"
     yield f'<div class="drawing">{draw(timeline, "", budgets)}</div>'
     yield "<p>Point at anything to see what it is, how long it took and what it waited for.</p>"
