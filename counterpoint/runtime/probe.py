@@ -17,7 +17,7 @@ from counterpoint.runtime.memory import Region
 from counterpoint.runtime.memory_process import cgroup_folders, memory_limit_bytes, physical_memory_bytes
 from counterpoint.runtime.probe_compute import gemm, mean_ns, probe_copy, probe_gemm, torch_threads
 
-_PIECE_BYTES = 32 << 20
+_PIECE_BYTES = 8 << 20  # four of them are in memory, within what a small budget leaves
 _WINDOW_NS = 150_000_000
 _NUM_WINDOWS = 3
 
