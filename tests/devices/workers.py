@@ -1,9 +1,13 @@
-"""What processes do in tests of failures: train for ever, stumble, differ from one another."""
+"""What processes do in tests: train for ever, stumble, differ from one another, count what they do."""
 
 import os
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from counterpoint.core.outline import Outline
+from counterpoint.core.program import reads, unroll, writes
+from counterpoint.core.task import AllReduce, Backward, Buffer, Evict, Forward, Load, Receive, Send, Task, Update
 from tests.devices.problems import Problem, Setting, make_trainer, train
 
 
@@ -34,3 +38,77 @@ def quarrel(problem: Problem, setting: Setting, folder: str) -> None:
             trainer.save(Path(folder) / "saved")
         else:
             trainer.evaluate(problem.batches(1)[0])
+
+
+def act_on_servers(problem: Problem, setting: Setting, folder: str) -> dict[str, Any]:
+    """Each server has a folder of its own."""
+    return train(problem, setting, f"{folder}-{os.environ['GROUP_RANK']}")
+
+
+def count(problem: Problem, setting: Setting, folder: str) -> dict[str, Any]:
+    """What a device moved and held, measured, beside what its program says of a run of so many steps."""
+    with make_trainer(problem, setting, folder) as trainer:
+        for batch in problem.batches():
+            trainer.step(batch)
+        trainer.settle()
+        moved, sent = trainer.store.counters, trainer._engine.transport.counters
+        tasks = list(unroll(trainer.program, trainer.device, problem.steps))
+        costs, outline = trainer.executor.costs, trainer.program.outline
+        spans = sorted(trainer.executor.spans, key=lambda span: span.end_ns)
+        return {
+            "sent": (sent.sent_bytes, _bytes(costs, tasks, Send)),
+            "received": (sent.received_bytes, _bytes(costs, tasks, Receive)),
+            "reduced": (sent.reduced_bytes, sum(costs.reduced_bytes(t) for t in tasks if isinstance(t, AllReduce))),
+            "loaded": (moved.loaded_bytes, _bytes(costs, _read(tasks), Load)),
+            "evicted": (moved.evicted_bytes, _bytes(costs, tasks, Evict)),
+            "in flight": (_in_flight(span.task for span in spans), _in_flight(tasks)),
+            "versions": (_versions((s.task for s in spans), outline), _versions(tasks, outline)),
+            "updates": (sum(isinstance(s.task, Update) for s in spans), sum(isinstance(t, Update) for t in tasks)),
+        }
+
+
+def _bytes(costs: Any, tasks: Iterable[Task], kind: type) -> int:
+    return sum(costs.buffer_bytes(task.buffer) for task in tasks if isinstance(task, kind))
+
+
+def _read(tasks: list[Task]) -> list[Task]:
+    """Loads that read: an optimizer's state is nothing before its first update."""
+    updated: set[int] = set()
+    found: list[Task] = []
+    for task in tasks:
+        if isinstance(task, Update):
+            updated |= set(range(task.first, task.last + 1))
+        if not (isinstance(task, Load) and task.buffer.kind == "state" and task.buffer.owner not in updated):
+            found.append(task)
+    return found
+
+
+def _in_flight(tasks: Iterable[Task]) -> int:
+    """The most microbatches that were forward and not yet backward, on the device's first layers."""
+    tasks = list(tasks)
+    first = min(task.first for task in tasks if isinstance(task, Forward))
+    flying: set[int] = set()
+    most = 0
+    for task in tasks:
+        if isinstance(task, Forward) and task.first == first:
+            flying.add(task.microbatch)
+        elif isinstance(task, Backward) and task.first <= first <= task.last:
+            flying.discard(task.microbatch)
+        most = max(most, len(flying))
+    return most
+
+
+def _versions(tasks: Iterable[Task], outline: Outline) -> int:
+    """The most versions of one layer's weights that were there at once and still wanted."""
+    uses: dict[Buffer, list[int]] = {}
+    for index, task in enumerate(tasks):
+        if isinstance(task, Forward | Backward | Update):
+            for buffer in (*reads(task, outline), *writes(task, outline)):
+                if buffer.kind == "weight":
+                    uses.setdefault(buffer, []).append(index)
+    lives = {buffer: (indices[0], indices[-1]) for buffer, indices in uses.items()}
+    moments = {(buffer.owner, begin) for buffer, (begin, _) in lives.items()}
+    return max(
+        sum(b.owner == owner and begin <= moment < end for b, (begin, end) in lives.items())
+        for owner, moment in moments
+    )
