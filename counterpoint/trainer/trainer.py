@@ -227,7 +227,7 @@ class Trainer:
             counters.loaded_bytes,
             counters.evicted_bytes,
             *self._moved,
-            waited(self.executor.spans, self.step_count - 1, self._begin_ns),
+            waited(self.executor.spans, self.step_count - 1 - self._engine.looks_ahead, self._begin_ns),
         )
 
     def timeline(self, steps: int = RECORDED_STEPS) -> Timeline:
