@@ -1,7 +1,7 @@
 """GPT-2 on two processes of one thread each: our pipelines against torch's, and against data parallelism.
 
 Every contender makes whole training steps with AdamW on the same batches, split before the same block, without dropout,
-recompute or swapping. Each of its turns is a fresh pair of processes, turns are interleaved in rounds, medians reported.
+recompute or swapping. Each turn is a fresh pair of processes, turns are interleaved in rounds, medians are reported.
 Contenders:
 
     gpipe, flush, 2bw          ours, by Trainer             torch-gpipe, torch-1f1b  torch.distributed.pipelining
@@ -261,10 +261,8 @@ def _print_table(table: dict[tuple[int, str], list[Row]], arguments: argparse.Na
         key: tokens / statistics.median([s for row in rows for s in row["seconds"]]) for key, rows in table.items()
     }
     tied = "untied" if arguments.untied else "tied"
-    print(
-        f"\n{arguments.model} ({tied}), {arguments.batch} x {arguments.length} tokens, block {split_of(arguments)} first"
-    )
-    print("of the second stage, 2 processes of one thread")
+    print(f"\n{arguments.model} ({tied}), {arguments.batch} x {arguments.length} tokens, 2 processes of one thread,")
+    print(f"block {split_of(arguments)} is the first of the second stage")
     print(f"{'m':>2} {'':12} {'tokens/s':>9} {'cores':>6} {'of 1F1B':>8} {'of GPipe':>9} {'first loss':>11}")
     for (m, name), rows in sorted(table.items(), key=lambda item: (item[0][0], CONTENDERS.index(item[0][1]))):
         cores = statistics.median(row["cores"] for row in rows)

@@ -12,7 +12,7 @@ from counterpoint.runtime.memory_process import memory_limit_bytes
 
 PRECISIONS: dict[str, torch.dtype | None] = {"fp32": None, "bf16": torch.bfloat16}
 SCHEDULES = ("harmony", "plain")
-SCHEDULES_OF_SEVERAL = ("harmony", "harmony_pp", "model_parallel", "gpipe", "flush", "2bw")
+SCHEDULES_OF_SEVERAL = ("plain", "harmony", "harmony_pp", "model_parallel", "gpipe", "flush", "2bw")
 RESIDENCIES = ("planned", "lru")
 DEFAULT_SHARE_PERCENT = 80  # of the machine's memory, when no budget is given
 
