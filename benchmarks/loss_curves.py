@@ -174,7 +174,8 @@ def main() -> int:
     folder = Path(arguments.folder)
     folder.mkdir(parents=True, exist_ok=True)
     _write_table(folder / "loss_curves.csv", panels)
-    size = f"{arguments.blocks} blocks x {arguments.width}, {next(iter(panels.values()))['flush']['parameters']:,} parameters"
+    parameters = next(iter(panels.values()))["flush"]["parameters"]
+    size = f"{arguments.blocks} blocks x {arguments.width}, {parameters:,} parameters"
     title = f"2BW beside Flush: GPT of {size}, {arguments.batch} x {arguments.length} bytes, AdamW"
     (folder / "loss_curves.svg").write_text(picture(panels, title))
     for rate, curves in panels.items():
