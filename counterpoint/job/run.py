@@ -225,8 +225,9 @@ def _draw(setup: Setup, trainer: Trainer) -> None:
     timeline = trainer.timeline(_TRACED_STEPS)
     title = f"{setup.source.name}: the last {_TRACED_STEPS} steps, measured"
     setup.folder.trace.write_text(trace(timeline))
+    budgets = (trainer.memory_bytes,) * trainer.plan.num_devices
     setup.folder.timeline.write_text(
-        page(timeline, title, (trainer.memory_bytes,), plan_text(trainer.plan), trainer.simulated_timeline())
+        page(timeline, title, budgets, plan_text(trainer.plan), trainer.simulated_timeline())
     )
 
 
