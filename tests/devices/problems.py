@@ -13,6 +13,7 @@ from torch.nn import functional
 from counterpoint import Trainer
 from counterpoint.core.plan import Pack, Plan, equal_packs
 from counterpoint.passes.residency import smallest_budgets
+from counterpoint.runtime.backend import Cpu
 from counterpoint.runtime.memory import Pool
 from counterpoint.schedules import write_program
 from counterpoint.trainer import engine
@@ -174,6 +175,13 @@ def make_trainer(problem: Problem, setting: Setting, folder: str) -> Trainer:
     )  # fmt: skip
 
 
+class Roomy(Cpu):
+    """Whole pages do not count."""
+
+    def pool(self, budget_bytes: int) -> Pool:
+        return super().pool(budget_bytes + PAGES_BYTES)
+
+
 def train_swapping(problem: Problem, setting: Setting, folder: str, factor: float = 1.0) -> dict[str, Any]:
     """As `train`, with `factor` times the least memory that the plan can do with: these models are small beside the
     process itself, so what programs may use is given by hand."""
@@ -182,13 +190,13 @@ def train_swapping(problem: Problem, setting: Setting, folder: str, factor: floa
         program = write_program(setting.plan, trainer.program.outline)
         least = smallest_budgets(program, trainer.executor.costs)
         device = trainer.device
-    before = engine.usable_bytes, engine.Pool
+    before = engine.usable_bytes, engine.CPU
     engine.usable_bytes = lambda memory, base: int(least[device] * factor)  # type: ignore[assignment]
-    engine.Pool = lambda budget: Pool(budget + PAGES_BYTES)  # type: ignore[assignment,misc]
+    engine.CPU = Roomy()
     try:
         return train(problem, setting, folder) | {"least": least}
     finally:
-        engine.usable_bytes, engine.Pool = before  # type: ignore[misc]
+        engine.usable_bytes, engine.CPU = before  # type: ignore[misc]
 
 
 def weights_of(trainer: Trainer) -> dict[str, Tensor]:
