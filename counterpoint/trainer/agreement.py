@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from counterpoint.core.errors import ExecutionError
 from counterpoint.core.files import from_json, to_json
@@ -42,6 +42,22 @@ def agree(peers: Peers, parts: Parts, wishes: Wishes) -> None:
         ]
     if problems:
         raise ExecutionError(f"the processes differ: {'; '.join(problems)}; start all of them alike")
+
+
+def agree_on_weights(peers: Peers, model: nn.Module) -> None:
+    """Weights that a model brings are the same in every process; on the meta device they are made from the seed."""
+    digest = hashlib.blake2b(digest_size=8)
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        if not tensor.is_meta:
+            digest.update(name.encode())
+            digest.update(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().data)
+    found = peers.gather("the initial weights", digest.hexdigest())
+    different = [device for device, text in enumerate(found) if text != found[0]]
+    if different:
+        raise ExecutionError(
+            f"the model's initial weights on device {', '.join(map(str, different))} are not those on device 0; call "
+            "torch.manual_seed with the same seed before the model is built, or build it on the meta device"
+        )
 
 
 def facts_of(parts: Parts, wishes: Wishes) -> dict[str, str]:

@@ -24,6 +24,7 @@ from counterpoint.runtime.memory_process import keep_freed_memory, peak_resident
 from counterpoint.runtime.peers import Peers, started_by_launcher
 from counterpoint.runtime.share import Share
 from counterpoint.simulator import simulate
+from counterpoint.trainer.agreement import agree_on_weights
 from counterpoint.trainer.engine import Engine
 from counterpoint.trainer.export import export_model
 from counterpoint.trainer.initial_weights import announce, fill
@@ -115,6 +116,8 @@ class Trainer:
             self._share = Share(self.peers, engine.duties, parts.chain)
 
     def _fill(self, weights: Path | None, seed: int) -> None:
+        if self.peers is not None and weights is None:
+            agree_on_weights(self.peers, self.model)
         self.compute.buffers.update(fill(self.store, self.model, weights, seed, self._engine.fills))
         if self.peers is not None:
             self.peers.barrier("the weights are home")
