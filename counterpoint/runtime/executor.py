@@ -36,16 +36,18 @@ from counterpoint.core.task import (
     Send,
     Task,
     Update,
+    activation,
 )
 from counterpoint.core.timeline import MemoryPoint, Span
 from counterpoint.runtime.compute import Compute
-from counterpoint.runtime.memory_process import Headroom, resident_bytes
+from counterpoint.runtime.memory_process import HEAP_BYTES, Headroom, resident_bytes
 from counterpoint.runtime.store import FLAT_KINDS, Store
 from counterpoint.runtime.transport import Transport
 
 LANES = ("load", "evict", "drop", "host")
 ASIDE = "aside"
 WATCHDOG_SECONDS = 600
+_WIDENING = 4  # of a transformer's block, inside
 _LOOK_SECONDS = 0.25
 _JOIN_SECONDS = 2.0
 
@@ -366,7 +368,24 @@ class Executor:
         self.store.pool.shrink(max(0, self.budget - sum(self.outside.values()) - workspace))
         if self.headroom:
             outside = sum(self.outside.values()) - born
-            self.headroom.compute(born + workspace, self.store.pool.mapped_bytes + outside)
+            needed = born + workspace
+            self.headroom.compute(needed, self._fresh_bytes(task, needed), self.store.pool.mapped_bytes + outside)
+
+    def _fresh_bytes(self, task: Forward | Backward, needed_bytes: int) -> int:
+        """What of a computation's memory cannot come from the heap: tensors that are too large for it.
+
+        Gradients of weights are as large as they. Within a layer values may be a few times as large as at its borders,
+        and in the last one, where the loss is, as large as can be.
+        """
+        layers = range(task.first, task.last + 1)
+        borders = {*self.outline.inputs(task.first, task.last), *self.outline.outputs(task.first, task.last)}
+        widest = max((self.costs.buffer_bytes(activation(value, 0)) for value in borders), default=0)
+        if task.last == self.outline.num_layers - 1 or widest * _WIDENING >= HEAP_BYTES:
+            return needed_bytes
+        owners = {owner for layer in layers for owner in (layer, *self.outline.layers[layer].tied)}
+        slots = (slot.num_bytes for owner in owners for slot in self.store.frame.weights[owner].slots)
+        largest = max(slots, default=0) if isinstance(task, Backward) else 0
+        return min(largest, needed_bytes) if largest >= HEAP_BYTES else 0
 
     def _record(self, job: _Job, task: Task) -> None:
         start, end = job.start_ns - self.origin_ns, job.end_ns - self.origin_ns

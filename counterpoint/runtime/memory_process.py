@@ -8,7 +8,6 @@ from pathlib import Path
 
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 _UNLIMITED = 1 << 62  # cgroup v1 writes "no limit" as the largest whole number of pages
-_LARGE_BYTES = 64 << 20  # so much may be tensors that get a mapping of their own
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
 
 
@@ -84,14 +83,17 @@ def _limit_in(file: Path) -> int:
     return _UNLIMITED if text == "max" else int(text)
 
 
+HEAP_BYTES = 32 << 20  # what glibc can be told to keep in its heap: tensors below that
+
+
 def keep_freed_memory() -> bool:
     """Let freed tensors wait in one heap for the next ones; False (and nothing done) where the C library is not glibc.
 
-    Tensors below 32 MiB, of which glibc allows no more, share a heap that is hardly ever cut back by itself: whoever
+    Tensors below `HEAP_BYTES` share a heap that is hardly ever cut back by itself: whoever
     has a budget sees to it (`Headroom`). Page faults of tensors that come and go would cost a transformer's backward a
     quarter more CPU time.
     """
-    return _set_thresholds(mmap_bytes=32 << 20, trim_bytes=2**31 - 1)
+    return _set_thresholds(mmap_bytes=HEAP_BYTES, trim_bytes=2**31 - 1)
 
 
 def give_back_freed_memory() -> bool:
@@ -123,24 +125,25 @@ def trim() -> bool:
 class Headroom:
     """Keeps the process below a limit: the heap's free pages go back when what comes next would pass it.
 
-    What a computation allocates comes from free pages as far as they go. While it runs, `promised_bytes` is what it
-    may still add; loads beside it leave room for that.
+    What a computation allocates comes from free pages as far as they go, except tensors that are too large for the
+    heap. `expected_bytes` is what the process will occupy when the computation under way has allocated all it needs;
+    loads beside it leave room for that.
     """
 
     def __init__(self, base_bytes: int, budget_bytes: int) -> None:
         """`base_bytes` is what the process itself takes beside the budget."""
         self.base_bytes, self.limit_bytes = base_bytes, base_bytes + budget_bytes
-        self.promised_bytes = 0
+        self.expected_bytes = 0
 
-    def compute(self, num_bytes: int, held_bytes: int) -> None:
-        """A computation begins that needs so many bytes, beside so many of the budget that are held."""
+    def compute(self, num_bytes: int, fresh_bytes: int, held_bytes: int) -> None:
+        """A computation begins that needs so many bytes, some of them fresh, beside so many of the budget."""
         resident = resident_bytes()
         free = max(0, resident - self.base_bytes - held_bytes)
-        growth = max(0, num_bytes - free) if num_bytes < _LARGE_BYTES else num_bytes
+        growth = fresh_bytes + max(0, num_bytes - fresh_bytes - free)
         if resident + growth > self.limit_bytes:
             trim()
-            growth = num_bytes
-        self.promised_bytes = growth
+            resident, growth = resident_bytes(), num_bytes
+        self.expected_bytes = resident + growth
 
     def relieve(self) -> None:
         """Between the layers of a computation: free pages that lie in the way of its own limit go back."""
@@ -149,8 +152,9 @@ class Headroom:
 
     def load(self, num_bytes: int) -> None:
         """So many bytes are about to come, beside a computation."""
-        if resident_bytes() + num_bytes + self.promised_bytes > self.limit_bytes:
+        if max(resident_bytes(), self.expected_bytes) + num_bytes > self.limit_bytes:
             trim()
+        self.expected_bytes += num_bytes
 
 
 def _glibc() -> ctypes.CDLL | None:
