@@ -139,7 +139,8 @@ class Headroom:
         """A computation begins that needs so many bytes, some of them fresh, beside so many of the budget."""
         resident = resident_bytes()
         free = max(0, resident - self.base_bytes - held_bytes)
-        growth = fresh_bytes + max(0, num_bytes - fresh_bytes - free)
+        small = num_bytes - fresh_bytes
+        growth = fresh_bytes + max(small - free, small // 2)  # free pages do not always lie where they fit
         if resident + growth > self.limit_bytes:
             trim()
             resident, growth = resident_bytes(), num_bytes
