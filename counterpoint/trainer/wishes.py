@@ -14,6 +14,7 @@ PRECISIONS: dict[str, torch.dtype | None] = {"fp32": None, "bf16": torch.bfloat1
 SCHEDULES = ("harmony", "plain")
 SCHEDULES_OF_SEVERAL = ("plain", "harmony", "harmony_pp", "model_parallel", "gpipe", "flush", "2bw")
 RESIDENCIES = ("planned", "lru")
+_DOUBLING_PERMILLE = 20  # seen: equal by the profile, and a tenth slower for twice the microbatch
 DEFAULT_SHARE_PERCENT = 80  # of the machine's memory, when no budget is given
 
 
@@ -62,6 +63,7 @@ def read_wishes(
         (activations,) if activations else ("evict", "recompute"),
         max_grad_norm is not None,
         residency,
+        doubling_permille=_DOUBLING_PERMILLE,
     )
     memory_bytes = memory_limit_bytes() * DEFAULT_SHARE_PERCENT // 100 if memory is None else parse_bytes(memory)
     folder = None if disk is None else Path(disk)
