@@ -72,8 +72,12 @@ def worker(arguments: argparse.Namespace) -> None:
     torch.set_num_threads(arguments.threads)
     batches = [batch_of(arguments.batch, arguments.length, seed) for seed in range(arguments.steps + 1)]
     run = {"ours": _ours, "mapped": _paged, "swap": _paged}.get(arguments.worker, _plain)
+    before = os.times()
     for row in run(arguments, batches):
-        print(json.dumps(row), flush=True)
+        after = os.times()
+        cpu = {"user": after.user - before.user, "system": after.system - before.system}
+        print(json.dumps({key: round(value, 3) for key, value in (row | cpu).items()}), flush=True)
+        before = after
 
 
 def _plain(arguments, batches):  # type: ignore[no-untyped-def]
