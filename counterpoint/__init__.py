@@ -19,12 +19,14 @@ if TYPE_CHECKING:
     from counterpoint.core.timeline import Timeline
     from counterpoint.decomposer import decompose
     from counterpoint.planner.forecast import Forecast
+    from counterpoint.runtime.error_feedback import ErrorFeedback
     from counterpoint.simulator import simulate
     from counterpoint.trainer import Trainer
 
 __all__ = [
     "BudgetError",
     "CounterpointError",
+    "ErrorFeedback",
     "ExecutionError",
     "Forecast",
     "LossError",
@@ -49,6 +51,7 @@ _HOMES = {
     "counterpoint.core.timeline": ("Timeline",),
     "counterpoint.decomposer": ("decompose",),
     "counterpoint.planner.forecast": ("Forecast",),
+    "counterpoint.runtime.error_feedback": ("ErrorFeedback",),
     "counterpoint.simulator": ("simulate",),
     "counterpoint.trainer": ("Trainer",),
 }

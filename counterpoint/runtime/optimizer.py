@@ -17,6 +17,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from counterpoint.core.errors import ModelError
+from counterpoint.runtime.error_feedback import ErrorFeedback
+from counterpoint.runtime.shadow import shadow_of
 
 SLICE_ELEMENTS = 1 << 17  # temporaries are small enough for the heap, and stay in the cache
 _SMALL_BYTES = 64 << 20
@@ -37,9 +39,10 @@ class UpdateRule:
 
     def __init__(self, optimizer: Optimizer, names: Mapping[int, str]) -> None:
         self.optimizer = optimizer
-        self.elementwise = type(optimizer).__module__.startswith("torch.optim") and (
-            type(optimizer).__name__ in _ELEMENTWISE
-        )
+        self.feeds_back = isinstance(optimizer, ErrorFeedback)
+        own = optimizer.optimizer if isinstance(optimizer, ErrorFeedback) else optimizer
+        self.name = type(own).__name__ + " with error feedback" * self.feeds_back
+        self.elementwise = type(own).__module__.startswith("torch.optim") and type(own).__name__ in _ELEMENTWISE
         self.group_of: dict[str, int] = {}
         for index, group in enumerate(optimizer.param_groups):
             for parameter in group["params"]:
@@ -65,7 +68,7 @@ class UpdateRule:
                 # Most optimizers have made their state by the time they look at a value.
                 if not state and (device == "cpu" or leaf.numel() * dtype.itemsize > _SMALL_BYTES):
                     raise ModelError(
-                        f"cannot tell the state of {type(self.optimizer).__name__} for {name!r} beforehand: its step "
+                        f"cannot tell the state of {self.name} for {name!r} beforehand: its step "
                         f"failed on the {device} device with {type(error).__name__}: {error}"
                     ) from error
             if state:
@@ -127,18 +130,15 @@ class UpdateRule:
     def _run(self, name: str, leaves: list[Tensor], states: list[dict[str, Any]]) -> None:
         """The optimizer's own step on the slices of one parameter; `states` is what it finds and what it leaves.
 
-        Unless it is told to work on all of them at once, it finishes one slice before the next: what it needs of a
-        slice stays in the processor's cache.
+        One that would work on all of them at once gets them one by one: what it needs of a slice stays in the
+        processor's cache, and its temporaries are as small as the slice.
         """
-        shadow = object.__new__(type(self.optimizer))
-        shadow.__dict__.update(self.optimizer.__dict__)
-        shadow.__dict__.pop("step", None)  # a scheduler's wrapper, bound to the user's optimizer
         group = dict((self.groups or self.optimizer.param_groups)[self.group_of[name]])
-        shadow.param_groups = [group]
         pairs = list(zip(leaves, states, strict=True))
-        for batch in [[pair] for pair in pairs] if group.get("foreach") else [pairs]:
+        for batch in [[pair] for pair in pairs] if group.get("foreach") or self.feeds_back else [pairs]:
             group["params"] = [leaf for leaf, _ in batch]
-            shadow.state = defaultdict(dict, {leaf: state for leaf, state in batch if state})
+            state_of = defaultdict(dict, {leaf: state for leaf, state in batch if state})
+            shadow = shadow_of(self.optimizer, [group], state_of)
             try:
                 shadow.step()
             finally:

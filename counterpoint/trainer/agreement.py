@@ -69,7 +69,7 @@ def facts_of(parts: Parts, wishes: Wishes) -> dict[str, str]:
         "counterpoint": _own_version(),
         "python": ".".join(platform.python_version_tuple()[:2]),
         "the model": f"{type(parts.module).__name__} {_digest([shapes, [layer.signature for layer in chain.layers]])}",
-        "the optimizer": f"{type(optimizer).__name__} {_digest([groups, parts.rule.group_of])}",
+        "the optimizer": f"{parts.rule.name} {_digest([groups, parts.rule.group_of])}",
         "the plan": "none" if wishes.plan is None else _digest(to_json(wishes.plan)),
         "memory": str(wishes.memory_bytes),
         "precision": str(wishes.autocast),

@@ -21,6 +21,7 @@ from counterpoint.decomposer.example import Loss
 from counterpoint.runtime.checkpoint import Facts, read_checkpoint, read_facts, write_checkpoint
 from counterpoint.runtime.compute import Step
 from counterpoint.runtime.memory_process import keep_freed_memory, peak_resident_bytes, resident_bytes
+from counterpoint.runtime.optimizer import UpdateRule
 from counterpoint.runtime.peers import Peers, started_by_launcher
 from counterpoint.runtime.share import Share
 from counterpoint.simulator import simulate
@@ -183,7 +184,7 @@ class Trainer:
             seed=self.compute.seed,
             microbatch_size=self.plan.microbatch_size,
             minibatch_size=self.minibatch_size,
-            optimizer=type(self.optimizer).__name__,
+            optimizer=self.rule.name,
             groups=[{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups],
             scalars=self.rule.scalars,
             generator=torch.get_rng_state(),
@@ -198,7 +199,7 @@ class Trainer:
         The steps that follow are bit for bit those that would have followed it, if microbatches have the same size.
         """
         facts = read_facts(Path(folder))
-        _refuse_other_optimizer(facts, self.optimizer)
+        _refuse_other_optimizer(facts, self.rule)
         with self._engine.replaced(self.step_count, f"loading {folder}"):
             self._engine.begin_at(facts.step)
             read_checkpoint(Path(folder), self.store, self.compute.buffers, self._engine.fills)
@@ -285,8 +286,8 @@ def _telling(peers: Peers | None) -> Iterator[None]:
         raise
 
 
-def _refuse_other_optimizer(facts: Facts, optimizer: Optimizer) -> None:
-    name, count = type(optimizer).__name__, len(optimizer.param_groups)
+def _refuse_other_optimizer(facts: Facts, rule: UpdateRule) -> None:
+    name, count = rule.name, len(rule.optimizer.param_groups)
     if (facts.optimizer, len(facts.groups)) != (name, count):
         raise ExecutionError(
             f"the checkpoint is of {facts.optimizer} with {len(facts.groups)} parameter groups, "

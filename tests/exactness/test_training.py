@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.optim import Optimizer
 
+from counterpoint import ErrorFeedback
 from counterpoint.runtime import home_update
 from counterpoint.runtime import optimizer as runtime_optimizer
 from counterpoint.runtime.optimizer import UpdateRule
@@ -70,6 +71,9 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], Optimizer]] = {
     "adafactor": lambda model: torch.optim.Adafactor(model.parameters(), lr=0.01),
     "rmsprop": lambda model: torch.optim.RMSprop(model.parameters(), centered=True, momentum=0.9),
     "lion": lambda model: Lion(model.parameters()),
+    "adamw fed back": lambda model: ErrorFeedback(adamw(model), 0.5),
+    "adafactor fed back": lambda model: ErrorFeedback(torch.optim.Adafactor(model.parameters(), lr=0.01), 0.5),
+    "lion fed back": lambda model: ErrorFeedback(Lion(model.parameters()), 0.5),
 }
 
 
@@ -91,7 +95,7 @@ def test_a_policy_for_each_pack_and_forward_packs_of_their_own(
     assert differences(train(problem, setting, tmp_path).outcome, train_plainly(problem, 2)) == []
 
 
-@pytest.mark.parametrize("name", ["adamw", "adam amsgrad", "sgd", "sgd momentum", "rmsprop"])
+@pytest.mark.parametrize("name", ["adamw", "adam amsgrad", "sgd", "sgd momentum", "rmsprop", "adamw fed back"])
 @pytest.mark.parametrize("host_layers", [(0,), (1, 2, 5), tuple(range(20))], ids=["one", "some", "all"])
 def test_updates_at_home(
     name: str, host_layers: tuple[int, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -106,8 +110,12 @@ def test_updates_at_home(
 ELEMENTWISE = [getattr(torch.optim, name) for name in runtime_optimizer._ELEMENTWISE]
 
 
-@pytest.mark.parametrize("kind", ELEMENTWISE, ids=lambda kind: kind.__name__)
-def test_updates_in_slices(kind: type[Optimizer], monkeypatch: pytest.MonkeyPatch) -> None:
+def fed_back(parameters: Any, lr: float) -> Optimizer:
+    return ErrorFeedback(torch.optim.AdamW(parameters, lr=lr), 0.5)
+
+
+@pytest.mark.parametrize("kind", [*ELEMENTWISE, fed_back], ids=lambda kind: kind.__name__)
+def test_updates_in_slices(kind: Callable[..., Optimizer], monkeypatch: pytest.MonkeyPatch) -> None:
     """A large parameter is updated slice by slice, so that the optimizer's temporaries stay small."""
     monkeypatch.setattr(runtime_optimizer, "SLICE_ELEMENTS", 1024)
     torch.manual_seed(0)
