@@ -287,7 +287,7 @@ class Engine:
                 self.fail(error)
                 raise
             self.executor.abandon()
-            self.executor.forget_step(step)
+            self.executor.record.forget_step(step)
             bring_home(self.store, self.compute)
             self.compute.buffers.update(buffers)
             self._running = False

@@ -43,7 +43,7 @@ class Evaluator:
             self.frame, store, None, training.buffers, len(batches), training.seed, training.autocast, None
         )
         compute.steps[0] = step = Step(0, batches)
-        num_spans, counted = len(executor.spans), store.num_microbatches
+        num_spans, counted = len(executor.record.spans), store.num_microbatches
         executor.compute, store.num_microbatches = compute, len(batches)
         executor.whole_names = True
         try:
@@ -55,7 +55,7 @@ class Evaluator:
         finally:
             executor.compute, store.num_microbatches = training, counted
             executor.whole_names = False
-            del executor.spans[num_spans:]
+            del executor.record.spans[num_spans:]
         losses = self._losses(step)
         if len(set(sizes)) == 1:
             return float(losses.mean())

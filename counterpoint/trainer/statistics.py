@@ -45,7 +45,7 @@ def with_process(timeline: Timeline, base_bytes: int) -> Timeline:
 
 def measured_timeline(executor: Executor, first_step: int) -> Timeline:
     """The executor's record from a step on; what was moved counts the whole run."""
-    spans = [span for span in tuple(executor.spans) if span.step >= first_step]
+    spans = [span for span in tuple(executor.record.spans) if span.step >= first_step]
     spans.sort(key=lambda span: (span.start_ns, span.device, span.lane))
     ends: dict[int, int] = {}
     for span in spans:
@@ -53,5 +53,5 @@ def measured_timeline(executor: Executor, first_step: int) -> Timeline:
             ends[span.step] = max(ends.get(span.step, 0), span.end_ns)
     counters = executor.store.counters
     moved = (("disk read", counters.loaded_bytes), ("disk write", counters.evicted_bytes))
-    memory = tuple(point for point in tuple(executor.memory) if spans and point.time_ns >= spans[0].start_ns)
+    memory = tuple(point for point in tuple(executor.record.memory) if spans and point.time_ns >= spans[0].start_ns)
     return Timeline(1, tuple(spans), tuple(ends[step] for step in sorted(ends)), memory, moved, ())

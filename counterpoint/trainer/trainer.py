@@ -137,14 +137,14 @@ class Trainer:
             )
         step = Step(self.step_count, microbatches(self.chain, batch, self.plan.microbatch_size))
         counters = self.store.counters
-        self._begin_ns = time.monotonic_ns() - self.executor.origin_ns
+        self._begin_ns = time.monotonic_ns() - self.executor.record.origin_ns
         loaded, evicted = counters.loaded_bytes, counters.evicted_bytes
         if self._engine.looks_ahead:
             step.groups = [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
         self._take_loss(self._engine.run(step))
         self._moved = (counters.loaded_bytes - loaded, counters.evicted_bytes - evicted)
         self.step_count += 1
-        self.executor.forget_spans(self.step_count - RECORDED_STEPS)
+        self.executor.record.forget_before(self.step_count - RECORDED_STEPS)
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # what a scheduler looks for
         return self.loss
 
@@ -231,7 +231,7 @@ class Trainer:
             counters.loaded_bytes,
             counters.evicted_bytes,
             *self._moved,
-            waited(self.executor.spans, self.step_count - 1 - self._engine.looks_ahead, self._begin_ns),
+            waited(self.executor.record.spans, self.step_count - 1 - self._engine.looks_ahead, self._begin_ns),
         )
 
     def timeline(self, steps: int = RECORDED_STEPS) -> Timeline:

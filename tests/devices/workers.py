@@ -54,7 +54,7 @@ def count(problem: Problem, setting: Setting, folder: str) -> dict[str, Any]:
         moved, sent = trainer.store.counters, trainer._engine.transport.counters
         tasks = list(unroll(trainer.program, trainer.device, problem.steps))
         costs, outline = trainer.executor.costs, trainer.program.outline
-        spans = sorted(trainer.executor.spans, key=lambda span: span.end_ns)
+        spans = sorted(trainer.executor.record.spans, key=lambda span: span.end_ns)
         return {
             "sent": (sent.sent_bytes, _bytes(costs, tasks, Send)),
             "received": (sent.received_bytes, _bytes(costs, tasks, Receive)),

@@ -1,0 +1,63 @@
+"""What is about to come into memory -> free regions and free pages given back in time, so that the budget holds."""
+
+from counterpoint.core.costs import Costs
+from counterpoint.core.program import writes
+from counterpoint.core.task import Backward, Buffer, Forward, activation
+from counterpoint.runtime.memory_process import HEAP_BYTES, Headroom
+from counterpoint.runtime.store import FLAT_KINDS, Store
+
+_WIDENING = 4  # of a transformer's block, inside
+
+
+class Room:
+    """Knows which buffers lie outside the pool, where torch made them, and shrinks the pool by as much."""
+
+    def __init__(self, store: Store, costs: Costs, budget: int, headroom: Headroom | None) -> None:
+        self.store, self.costs, self.budget, self.headroom = store, costs, budget, headroom
+        self.outside: dict[Buffer, int] = {}
+
+    def for_computation(self, task: Forward | Backward) -> None:
+        """Unmap free regions where torch is about to allocate outside the pool."""
+        born = 0
+        for buffer in writes(task, self.store.frame.outline):
+            if buffer.kind not in FLAT_KINDS and buffer not in self.store.values:
+                self.outside[buffer] = self.costs.buffer_bytes(buffer)
+                born += self.outside[buffer]
+        workspace = self.costs.workspace_bytes(task)
+        self.store.pool.shrink(max(0, self.budget - sum(self.outside.values()) - workspace))
+        if self.headroom:
+            outside = sum(self.outside.values()) - born
+            needed = born + workspace
+            self.headroom.compute(needed, self._fresh_bytes(task, needed), self.store.pool.mapped_bytes + outside)
+
+    def for_load(self, buffer: Buffer) -> None:
+        if self.headroom:
+            self.headroom.load(self.costs.buffer_bytes(buffer))
+
+    def for_arrival(self, buffer: Buffer) -> None:
+        """What comes from a peer lies outside the pool."""
+        self.outside[buffer] = self.costs.buffer_bytes(buffer)
+        self.for_load(buffer)
+
+    def dropped(self, buffer: Buffer) -> None:
+        self.outside.pop(buffer, None)
+
+    def forget(self) -> None:
+        """Nothing lies outside the pool any more."""
+        self.outside.clear()
+
+    def _fresh_bytes(self, task: Forward | Backward, needed_bytes: int) -> int:
+        """What of a computation's memory cannot come from the heap: tensors that are too large for it.
+
+        Gradients of weights are as large as they. Within a layer values may be a few times as large as at its borders,
+        and in the last one, where the loss is, as large as can be.
+        """
+        outline, layers = self.store.frame.outline, range(task.first, task.last + 1)
+        borders = {*outline.inputs(task.first, task.last), *outline.outputs(task.first, task.last)}
+        widest = max((self.costs.buffer_bytes(activation(value, 0)) for value in borders), default=0)
+        if task.last == outline.num_layers - 1 or widest * _WIDENING >= HEAP_BYTES:
+            return needed_bytes
+        owners = {owner for layer in layers for owner in (layer, *outline.layers[layer].tied)}
+        slots = (slot.num_bytes for owner in owners for slot in self.store.frame.weights[owner].slots)
+        largest = max(slots, default=0) if isinstance(task, Backward) else 0
+        return min(largest, needed_bytes) if largest >= HEAP_BYTES else 0
