@@ -13,6 +13,7 @@ medians reported. Contenders:
 The two paged ones get what spares memory without changing the result much: activation checkpointing, and gradients
 accumulated over single sequences. `--disk-limit 200MB` holds the disk to that many bytes per second in each direction
 (blkio cgroup) for everyone under a limit. `swap` makes a swap file in `--folder` for the time it needs it.
+A contender that has not made its steps after `--patience` seconds is given up.
 
     python benchmarks/memory_limit.py --model gpt2-medium --limits 3GiB 2GiB 1.25GiB --batch 8 --steps 2 --rounds 2
 """
@@ -27,8 +28,9 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 from counterpoint.core.units import format_bytes, parse_bytes
 
@@ -75,8 +77,8 @@ def worker(arguments: argparse.Namespace) -> None:
     before = os.times()
     for row in run(arguments, batches):
         after = os.times()
-        cpu = {"user": after.user - before.user, "system": after.system - before.system}
-        print(json.dumps({key: round(value, 3) for key, value in (row | cpu).items()}), flush=True)
+        row |= {"user": after.user - before.user, "system": after.system - before.system, "clock": time.monotonic()}
+        print(json.dumps({key: round(value, 3) for key, value in row.items()}), flush=True)
         before = after
 
 
@@ -87,6 +89,7 @@ def _plain(arguments, batches):  # type: ignore[no-untyped-def]
     if arguments.worker == "checkpointed":
         model.gradient_checkpointing_enable()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
+    yield {}
     for batch in batches:
         begin = time.monotonic()
         loss = model(**batch).loss
@@ -111,6 +114,7 @@ def _paged(arguments, batches):  # type: ignore[no-untyped-def]
     model.gradient_checkpointing_enable()
     model.train()
     try:
+        yield {}
         for batch in batches:
             begin, losses = time.monotonic(), []
             for row in range(arguments.batch):
@@ -189,7 +193,7 @@ def _ours(arguments, batches):  # type: ignore[no-untyped-def]
     shutil.rmtree(folder, ignore_errors=True)
 
 
-def contend(name: str, limit: int | None, swap: bool, arguments: argparse.Namespace) -> dict[str, object]:
+def contend(name: str, limit: int | None, swap: bool, arguments: argparse.Namespace) -> dict[str, Any]:
     """Run one contender in its cgroup; what it printed, and how it ended."""
     group = MEMORY / f"counterpoint-{os.getpid()}"
     group.mkdir(exist_ok=True)
@@ -206,22 +210,34 @@ def contend(name: str, limit: int | None, swap: bool, arguments: argparse.Namesp
             (folder / "cgroup.procs").write_text(str(os.getpid()))
 
     with _swap_file(Path(arguments.folder)) if swap else contextlib.nullcontext():
-        done = subprocess.run(command, capture_output=True, text=True, preexec_fn=join, check=False)
-    rows = [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+        code, out, error = _run(command, join, arguments.patience)
+    rows = [json.loads(line) for line in out.splitlines() if line.startswith("{")]
     peak = int((group / "memory.max_usage_in_bytes").read_text())
     for folder in groups:
         folder.rmdir()
     seconds = [row["seconds"] for row in rows if "seconds" in row][1:]
     for row in rows:
         print("   ", json.dumps(row), flush=True)
-    return {
-        "name": name,
-        "seconds": seconds,
-        "peak": peak,
-        "code": done.returncode,
-        "rows": rows,
-        "error": done.stderr[-2000:],
-    }
+    given_up = code is None and not seconds and bool(rows)
+    if given_up:
+        seconds = [time.monotonic() - rows[-1]["clock"]]
+    return {"seconds": seconds, "given_up": given_up, "peak": peak, "code": code, "error": error[-2000:]}
+
+
+def _run(command: list[str], join: Callable[[], None], patience: float) -> tuple[int | None, str, str]:
+    """How a process ended and what it said; no code if it took too long."""
+    with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as error:
+        process = subprocess.Popen(command, stdout=out, stderr=error, preexec_fn=join)
+        try:
+            code: int | None = process.wait(patience)
+        except subprocess.TimeoutExpired:
+            code = None
+        finally:
+            process.kill()
+            process.wait()
+        out.seek(0)
+        error.seek(0)
+        return code, out.read(), error.read()
 
 
 @contextlib.contextmanager
@@ -262,13 +278,14 @@ def main() -> None:
     parser.add_argument("--contenders", nargs="+", default=["plain", "ours"])
     parser.add_argument("--folder", default=tempfile.gettempdir())
     parser.add_argument("--disk-limit", default="")
+    parser.add_argument("--patience", type=float, default=3600, help="seconds after which a contender is given up")
     parser.add_argument("--memory", type=int, default=0, help=argparse.SUPPRESS)
     parser.add_argument("--worker", default="", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.worker:
         worker(arguments)
         return
-    table: dict[str, list[dict[str, object]]] = {}
+    table: dict[str, list[dict[str, Any]]] = {}
     for _ in range(arguments.rounds):
         for name in arguments.contenders:
             limits = [None] if name in ("plain", "checkpointed") else [parse_bytes(text) for text in arguments.limits]
@@ -276,30 +293,36 @@ def main() -> None:
                 result = contend("plain" if name == "killed" else name, limit, name == "swap", arguments)
                 label = name if limit is None else f"{name} {format_bytes(limit)}"
                 table.setdefault(label, []).append(result)
-                print(label, result["seconds"], format_bytes(int(str(result["peak"]))), result["code"], flush=True)
+                print(label, result["seconds"], format_bytes(result["peak"]), result["code"], flush=True)
                 if result["code"]:
                     print(result["error"], file=sys.stderr)
     _print_table(table, arguments)
 
 
-def _print_table(table: dict[str, list[dict[str, object]]], arguments: argparse.Namespace) -> None:
+def _print_table(table: dict[str, list[dict[str, Any]]], arguments: argparse.Namespace) -> None:
     tokens = arguments.batch * arguments.length
     medians = {}
     for label, results in table.items():
-        seconds = [second for result in results for second in result["seconds"]]  # type: ignore[attr-defined]
+        seconds = [second for result in results for second in result["seconds"]]
         medians[label] = statistics.median(seconds) if seconds else None
-    base = medians.get("plain")
+    base = medians.get("plain") or medians.get("checkpointed")
     print(f"\n{arguments.model}, {arguments.batch} x {arguments.length} tokens, {arguments.threads} threads")
     print(f"{'':24} {'s/step':>8} {'tokens/s':>9} {'of plain':>9} {'peak':>10}  ended")
     for label, results in table.items():
         median = medians[label]
-        peak = max(int(str(result["peak"])) for result in results)
-        ended = "well" if all(result["code"] == 0 for result in results) else f"code {results[0]['code']}"
+        peak = format_bytes(max(result["peak"] for result in results))
         if median is None:
-            print(f"{label:24} {'-':>8} {'-':>9} {'-':>9} {format_bytes(peak):>10}  {ended}")
+            print(f"{label:24} {'-':>8} {'-':>9} {'-':>9} {peak:>10}  {_ended(results)}")
         else:
             share = f"{base / median:.2f}" if base else "-"
-            print(f"{label:24} {median:8.1f} {tokens / median:9.1f} {share:>9} {format_bytes(peak):>10}  {ended}")
+            print(f"{label:24} {median:8.1f} {tokens / median:9.1f} {share:>9} {peak:>10}  {_ended(results)}")
+
+
+def _ended(results: list[dict[str, Any]]) -> str:
+    if any(result["given_up"] for result in results):
+        return "given up in its first step: takes longer than that"
+    codes = [result["code"] for result in results]
+    return "well" if not any(codes) else f"code {next(code for code in codes if code)}"
 
 
 if __name__ == "__main__":

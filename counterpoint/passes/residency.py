@@ -65,6 +65,12 @@ def smallest_budgets(program: Program, costs: Costs, pinned: frozenset[int] = fr
     return tuple(max(need, *body.needs, 0) for need, body in zip(found, bodies, strict=True))
 
 
+def task_needs(program: Program, costs: Costs, device: int) -> tuple[tuple[Task, int], ...]:
+    """The memory that each computation of a step needs at once, whatever else is there."""
+    needs = _Needs(program, costs)
+    return tuple((task, needs.of(task)) for task in program.devices[device].body)
+
+
 def refuse_small_budgets(
     program: Program, costs: Costs, budgets: Sequence[int], pinned: frozenset[int] = frozenset()
 ) -> None:

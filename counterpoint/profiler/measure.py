@@ -107,7 +107,7 @@ def _layer_cost(
 
 
 def _measure(chain: Chain, layer: Layer, size: int, autocast: torch.dtype | None) -> _Sample:
-    """Run a layer three times: to warm up and meter memory, and twice on the clock."""
+    """Run a layer three times: to meter memory, and on the clock with pages that must be found anew and with others."""
     parameters = {
         name: _stand_in(chain.parameters[name].shape, chain.parameters[name].dtype)
         for name in (*layer.parameters, *layer.tied)
@@ -116,10 +116,11 @@ def _measure(chain: Chain, layer: Layer, size: int, autocast: torch.dtype | None
     inputs = [_stand_in(chain.values[i].shape_at(size), chain.values[i].dtype) for i in layer.inputs]
     runner = _Runner(chain, layer, parameters, buffers, inputs, autocast)
     forward_peak, saved, backward_peak = runner.meter()
+    trim()
     times = [runner.clock() for _ in range(2)]
     return _Sample(
-        min(forward for forward, _ in times),
-        min(backward for _, backward in times),
+        sum(forward for forward, _ in times) // len(times),
+        sum(backward for _, backward in times) // len(times),
         saved,
         forward_peak,
         backward_peak,

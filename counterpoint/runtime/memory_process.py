@@ -4,7 +4,10 @@ import contextlib
 import ctypes
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
+
+from counterpoint.core.task import Task
 
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 _UNLIMITED = 1 << 62  # cgroup v1 writes "no limit" as the largest whole number of pages
@@ -130,9 +133,10 @@ class Headroom:
     loads beside it leave room for that.
     """
 
-    def __init__(self, base_bytes: int, budget_bytes: int) -> None:
-        """`base_bytes` is what the process itself takes beside the budget."""
+    def __init__(self, base_bytes: int, budget_bytes: int, workspace_bytes: Callable[[Task], int]) -> None:
+        """`base_bytes` is what the process itself takes beside the budget, `workspace_bytes` what a task does."""
         self.base_bytes, self.limit_bytes = base_bytes, base_bytes + budget_bytes
+        self.workspace_bytes = workspace_bytes
         self.expected_bytes = 0
 
     def compute(self, num_bytes: int, fresh_bytes: int, held_bytes: int) -> None:

@@ -27,7 +27,7 @@ class Room:
         self.store.pool.shrink(max(0, self.budget - sum(self.outside.values()) - workspace))
         if self.headroom:
             outside = sum(self.outside.values()) - born
-            needed = born + workspace
+            needed = born + self.headroom.workspace_bytes(task)
             self.headroom.compute(needed, self._fresh_bytes(task, needed), self.store.pool.mapped_bytes + outside)
 
     def for_load(self, buffer: Buffer) -> None:

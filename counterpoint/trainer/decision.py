@@ -9,22 +9,19 @@ from counterpoint.core.machine import Device, Home, Link, Machine, Tier
 from counterpoint.core.plan import Plan
 from counterpoint.core.profile import LayerCost, Profile
 from counterpoint.core.program import Program
-from counterpoint.core.task import Backward, Forward
-from counterpoint.core.timeline import Timeline
 from counterpoint.core.units import format_bytes
 from counterpoint.passes.residency import smallest_budgets
 from counterpoint.planner.forecast import Forecast, forecast, run
-from counterpoint.planner.placement import Placement
 from counterpoint.planner.search import Candidate, Freedom, search
 from counterpoint.runtime.disk_file import free_bytes
 from counterpoint.runtime.home_update import STAGING_BYTES
 from counterpoint.runtime.probe import DiskSpeed, probe_disk
 from counterpoint.schedules import write_program
+from counterpoint.trainer.freed_memory import beside_freed
 
 _MARGIN_PERCENT, _MARGIN_BYTES = 4, 48 << 20  # for what an allocator keeps beyond what is asked of it
 _SLACK_BYTES = 32 << 20  # by which the process itself may differ from one start to the next
 _PROBE_BYTES = 256 << 20
-_WORTH_PERCENT = 8  # of a step: what memory that need not be faulted in again saves
 
 
 def kept_by_allocator(live_bytes: int) -> int:
@@ -41,7 +38,8 @@ def margin_bytes(memory_bytes: int) -> int:
 class Decision:
     """`budget_bytes` is what programs may use: the memory without the process itself and a margin.
 
-    `kept_bytes` more are for freed tensors that wait for the next ones.
+    `profile` is what the program was placed by. If `keeps_freed`, its workspaces have room for freed tensors that wait
+    for the next ones.
     """
 
     machine: Machine
@@ -49,7 +47,8 @@ class Decision:
     plan: Plan
     program: Program
     forecast: Forecast
-    kept_bytes: int = 0
+    profile: Profile
+    keeps_freed: bool
 
 
 def decide(
@@ -74,29 +73,10 @@ def decide(
             plan, program, timeline = found.plan, found.program, found.timeline
     except BudgetError as error:
         raise _too_small(profile, memory_bytes, base_bytes, model_bytes, plan, error) from error
-    whole = machine.devices[0].capacity_bytes
-    machine, program, timeline = _beside_freed(profile, machine, plan, program, timeline)
+    profile, program, timeline, keeps = beside_freed(profile, machine, plan, program, timeline)
     budget = machine.devices[0].capacity_bytes
     shown = forecast(profile, machine, plan, program, timeline)
-    return Decision(machine, budget, plan, program, shown, kept_bytes=whole - budget)
-
-
-def _beside_freed(
-    profile: Profile, machine: Machine, plan: Plan, program: Program, timeline: Timeline
-) -> tuple[Machine, Program, Timeline]:
-    """Leave room for freed tensors that wait for the next ones, unless the budget is too small for that."""
-    costs = Costs(profile, plan)
-    needs = sorted(costs.workspace_bytes(t) for t in program.devices[0].body if isinstance(t, (Forward, Backward)))
-    kept = needs[len(needs) * 9 // 10] * 3 // 2 if needs else 0  # most computations; the largest take fresh memory
-    smaller = _with_capacity(machine, machine.devices[0].capacity_bytes - kept)
-    try:
-        if plan.residency == "planned":
-            found = Placement(profile, smaller, plan).fastest()
-            if found[1].step_ns * 100 <= timeline.step_ns * (100 + _WORTH_PERCENT):
-                return smaller, *found
-    except BudgetError:
-        pass
-    return machine, program, timeline
+    return Decision(machine, budget, plan, program, shown, profile, keeps)
 
 
 def _found(profile: Profile, machine: Machine, freedom: Freedom) -> tuple[Machine, Candidate]:

@@ -8,10 +8,13 @@ from counterpoint.core.errors import BudgetError
 from counterpoint.core.machine import Device, Home, Link, Machine
 from counterpoint.core.plan import Plan
 from counterpoint.core.profile import Profile
+from counterpoint.core.program import Program
+from counterpoint.core.timeline import Timeline
 from counterpoint.planner.defaults import REPLICATED, Wishes, default_plan
 from counterpoint.planner.forecast import forecast, run
 from counterpoint.planner.search import Freedom
 from counterpoint.trainer.decision import Decision, this_machine
+from counterpoint.trainer.freed_memory import beside_freed
 
 LOOPBACK_BYTES_PER_S = 1_000_000_000  # of gloo between processes of one machine
 _LOOPBACK_NS = 100_000
@@ -22,7 +25,7 @@ def decide_for_devices(
 ) -> Decision:
     """Simulate the candidates, or take the plan that is given; BudgetError if none fits."""
     machine = these_devices(budgets, folder)
-    best: Decision | None = None
+    best: tuple[Plan, Program, Timeline] | None = None
     refusal: BudgetError | ValueError | None = None
     for candidate in [plan] if plan is not None else _candidates(profile, machine, freedom, replicas):
         if isinstance(candidate, ValueError):
@@ -33,13 +36,14 @@ def decide_for_devices(
         except (BudgetError, ValueError) as error:
             refusal = error if refusal is None or isinstance(error, BudgetError) else refusal
             continue
-        found = forecast(profile, machine, candidate, program, timeline)
-        if best is None or found.step_ns < best.forecast.step_ns:
-            best = Decision(machine, min(budgets), candidate, program, found)
+        if best is None or timeline.step_ns < best[2].step_ns:
+            best = candidate, program, timeline
     if best is None:
         assert refusal is not None
         raise refusal
-    return best
+    profile, program, timeline, keeps = beside_freed(profile, machine, *best)
+    found = forecast(profile, machine, best[0], program, timeline)
+    return Decision(machine, min(budgets), best[0], program, found, profile, keeps)
 
 
 def these_devices(budgets: Sequence[int], folder: Path) -> Machine:

@@ -96,7 +96,7 @@ class Engine:
             budget = usable_bytes(wishes.memory_bytes, self.base_bytes)
             chosen = decide_together(self.peers, self.profile, budget, self.folder, freedom, wishes)
         self.machine, self.program, self.forecast = chosen.machine, chosen.program, chosen.forecast
-        self.budget_bytes, self.kept_bytes = chosen.budget_bytes, chosen.kept_bytes
+        self.budget_bytes, self.chosen = chosen.budget_bytes, chosen
         self.base_bytes += HOME_STAGING_BYTES if chosen.plan.host_layers else 0
         self.plan = ChosenPlan.of(chosen.plan, f"{describe(chosen.forecast)}\n{self._whole(wishes.memory_bytes)}")
 
@@ -109,7 +109,7 @@ class Engine:
 
     def _whole(self, memory_bytes: int) -> str:
         """The last line of the forecast: the budget is for the whole process, also what an allocator keeps."""
-        live = self.base_bytes + self.forecast.tiers[self.device].peak_bytes + self.kept_bytes
+        live = self.base_bytes + self.forecast.tiers[self.device].peak_bytes
         self.peak_bytes = min(memory_bytes, live + kept_by_allocator(live))
         sizes = f"{format_bytes(self.peak_bytes):>9} of {format_bytes(memory_bytes)}"
         spare = f", {format_bytes(memory_bytes - self.peak_bytes)} to spare" if self.peak_bytes < memory_bytes else ""
@@ -127,9 +127,9 @@ class Engine:
         )
         if self.plan.host_layers:
             self.compute.updates.home = HomeUpdate(self.store, parts.rule)
-        costs = Costs(self.profile, self.plan)
-        headroom = Headroom(self.base_bytes, budget + self.kept_bytes)
-        if not self.kept_bytes:
+        costs = Costs(self.chosen.profile, self.plan)
+        headroom = Headroom(self.base_bytes, budget, Costs(self.profile, self.plan).workspace_bytes)
+        if not self.chosen.keeps_freed:
             give_back_freed_memory()
         self.transport: Transport | None = None
         if self.peers is None:

@@ -240,7 +240,7 @@ class Trainer:
 
     def simulated_timeline(self) -> Timeline:
         """When each task of the first steps would run by the forecast: the same program as is executed."""
-        found = simulate(self.program, Costs(self.profile, self.plan), self.machine, steps=3)
+        found = simulate(self.program, Costs(self._engine.chosen.profile, self.plan), self.machine, steps=3)
         return with_process(found, self.base_bytes)
 
     def describe(self) -> str:

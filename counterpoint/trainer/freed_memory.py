@@ -1,0 +1,60 @@
+"""A placed plan -> the same plan placed with room for freed tensors, which wait in the heap for the next ones.
+
+A tensor whose pages must come from the operating system costs a transformer's layer more than half its time again.
+Where a computation has memory to spare, it is better spent on pages that wait than on a few bytes not moved.
+"""
+
+from dataclasses import replace
+
+from counterpoint.core.costs import Costs
+from counterpoint.core.errors import BudgetError
+from counterpoint.core.machine import Machine
+from counterpoint.core.plan import Plan
+from counterpoint.core.profile import Curve, LayerCost, Profile
+from counterpoint.core.program import Program
+from counterpoint.core.task import Backward, Forward
+from counterpoint.core.timeline import Timeline
+from counterpoint.passes.residency import task_needs
+from counterpoint.planner.placement import Placement
+
+_WORTH_PERCENT = 30  # of a step
+
+
+def beside_freed(
+    profile: Profile, machine: Machine, plan: Plan, program: Program, timeline: Timeline
+) -> tuple[Profile, Program, Timeline, bool]:
+    """What the plan is placed by then, and whether it is: not if there is no room, or it costs more than it saves."""
+    as_it_is = profile, program, timeline, False
+    if plan.residency != "planned":
+        return as_it_is
+    roomier = _with_room(profile, machine, plan, program)
+    try:
+        placed, simulated = Placement(roomier, machine, plan).fastest()
+    except BudgetError:
+        return as_it_is
+    worth = simulated.step_ns * 100 <= timeline.step_ns * (100 + _WORTH_PERCENT)
+    return (roomier, placed, simulated, True) if worth else as_it_is
+
+
+def _with_room(profile: Profile, machine: Machine, plan: Plan, program: Program) -> Profile:
+    """Room for two and a half times what most computations need for themselves, or for as much as there is."""
+    costs = Costs(profile, plan)
+    room: dict[int, int] = {}
+    for device in range(len(program.devices)):
+        needs = [(t, need) for t, need in task_needs(program, costs, device) if isinstance(t, (Forward, Backward))]
+        sizes = sorted(costs.workspace_bytes(task) for task, _ in needs)
+        most = sizes[len(sizes) * 9 // 10] * 5 // 2 if sizes else 0
+        for task, need in needs:
+            spare = max(0, min(most - costs.workspace_bytes(task), machine.devices[device].capacity_bytes - need))
+            for layer in range(task.first, task.last + 1):
+                room[layer] = min(room.get(layer, spare), spare)
+    layers = (_with_workspace(cost, room.get(index, 0)) for index, cost in enumerate(profile.layers))
+    return replace(profile, layers=tuple(layers))
+
+
+def _with_workspace(cost: LayerCost, more_bytes: int) -> LayerCost:
+    def raised(curve: Curve) -> Curve:
+        return Curve(tuple((size, num_bytes + more_bytes) for size, num_bytes in curve.points))
+
+    forward, backward = cost.forward_workspace_bytes, cost.backward_workspace_bytes
+    return replace(cost, forward_workspace_bytes=raised(forward), backward_workspace_bytes=raised(backward))

@@ -1,0 +1,74 @@
+"""Room for freed tensors: as much as most computations can use, less where there is less, none if it costs too much."""
+
+from dataclasses import replace
+
+import pytest
+
+from counterpoint.core.costs import Costs
+from counterpoint.core.machine import Device, Home, Link, Machine, Tier
+from counterpoint.core.plan import Pack, Plan
+from counterpoint.core.profile import Curve, LayerCost, Profile, ValueCost
+from counterpoint.core.task import Backward, Forward
+from counterpoint.passes.residency import smallest_budgets, task_needs
+from counterpoint.planner.placement import Placement
+from counterpoint.trainer.freed_memory import beside_freed
+
+MIB, MS = 2**20, 10**6
+NUM_LAYERS, WORKSPACE = 12, 4 * MIB
+
+
+def chain() -> Profile:
+    """Small layers, and a last one that needs far more than they do."""
+    layers = []
+    for index in range(NUM_LAYERS):
+        factor = 8 if index == NUM_LAYERS - 1 else 1
+        sizes = (4 * factor * MIB, 4 * factor * MIB, 8 * MIB)
+        cost = LayerCost(f"layer {index}", Curve.proportional(8 * MS), Curve.proportional(16 * MS), MS, MS, *sizes)
+        work = Curve(((1, WORKSPACE * factor),))
+        layers.append(replace(cost, forward_workspace_bytes=work, backward_workspace_bytes=work))
+    values = tuple(ValueCost(i, (i + 1,), Curve.proportional(MIB)) for i in range(NUM_LAYERS - 1))
+    return Profile("small and large", tuple(layers), values)
+
+
+def one_device(capacity_bytes: int, bytes_per_s: int) -> Machine:
+    home = Home("disk", ("read",), ("write",))
+    links = (Link("read", bytes_per_s), Link("write", bytes_per_s))
+    return Machine("one", (Device("cpu", capacity_bytes, (home,)),), links, (Tier("disk", 10**12),))
+
+
+PACKS = tuple(Pack(i, i) for i in range(NUM_LAYERS))
+PLAN = Plan("harmony", 4, 1, PACKS, PACKS, ("recompute",) * NUM_LAYERS)
+
+
+@pytest.mark.parametrize("spare", [0, WORKSPACE, 100 * MIB])
+def test_computations_get_the_room_there_is(spare: int) -> None:
+    profile = chain()
+    least = smallest_budgets(Placement(profile, one_device(1, 1), PLAN).order, Costs(profile, PLAN))[0]
+    machine = one_device(least + spare, 10**9)
+    program, timeline = Placement(profile, machine, PLAN).fastest()
+    roomier, placed, _, keeps = beside_freed(profile, machine, PLAN, program, timeline)
+    assert keeps
+    costs, before = Costs(roomier, PLAN), Costs(profile, PLAN)
+    for task, need in task_needs(placed, costs, 0):
+        assert need <= least + spare
+        if isinstance(task, (Forward, Backward)) and task.last < NUM_LAYERS - 1:
+            assert costs.workspace_bytes(task) == WORKSPACE * 5 // 2
+        elif isinstance(task, (Forward, Backward)):
+            assert costs.workspace_bytes(task) == before.workspace_bytes(task)  # more than enough already
+
+
+def test_room_is_refused_where_it_costs_more_than_it_saves() -> None:
+    """All but the room fits: with it, a slow disk would have to move what could have stayed."""
+    profile = chain()
+    everything = sum(cost.weight_bytes + cost.grad_bytes + cost.state_bytes for cost in profile.layers)
+    machine = one_device(everything + 40 * MIB, 10**6)
+    program, timeline = Placement(profile, machine, PLAN).fastest()
+    wide = replace(profile, layers=tuple(_wide(cost) for cost in profile.layers))
+    _, same, _, keeps = beside_freed(wide, machine, PLAN, program, timeline)
+    assert not keeps
+    assert same is program
+
+
+def _wide(cost: LayerCost) -> LayerCost:
+    work = Curve(((1, 32 * MIB),))
+    return replace(cost, forward_workspace_bytes=work, backward_workspace_bytes=work)
