@@ -11,7 +11,8 @@ from counterpoint.core.task import Task
 
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 _UNLIMITED = 1 << 62  # cgroup v1 writes "no limit" as the largest whole number of pages
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_ARENA_MAX = -1, -3, -8
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD, _M_MMAP_MAX, _M_ARENA_MAX = -1, -3, -4, -8
+_MANY_MAPPINGS = 1 << 16  # glibc's own limit
 
 
 def resident_bytes() -> int:
@@ -89,14 +90,14 @@ def _limit_in(file: Path) -> int:
 HEAP_BYTES = 32 << 20  # what glibc can be told to keep in its heap: tensors below that
 
 
-def keep_freed_memory() -> bool:
+def keep_freed_memory(large: bool = False) -> bool:
     """Let freed tensors wait in one heap for the next ones; False (and nothing done) where the C library is not glibc.
 
-    Tensors below `HEAP_BYTES` share a heap that is hardly ever cut back by itself: whoever
-    has a budget sees to it (`Headroom`). Page faults of tensors that come and go would cost a transformer's backward a
-    quarter more CPU time.
+    Tensors below `HEAP_BYTES` share a heap that is hardly ever cut back by itself: whoever has a budget sees to it
+    (`Headroom`). With `large` the others do too, which is for budgets with room for the largest of them twice. Page
+    faults of tensors that come and go would cost a transformer's layers half their time again.
     """
-    return _set_thresholds(mmap_bytes=HEAP_BYTES, trim_bytes=2**31 - 1)
+    return _set_thresholds(HEAP_BYTES, 2**31 - 1, 0 if large else _MANY_MAPPINGS)
 
 
 def give_back_freed_memory() -> bool:
@@ -105,14 +106,16 @@ def give_back_freed_memory() -> bool:
     Tensors of 256 KiB and more get their own mapping and vanish when freed. Huge pages under them make up for a part of
     the page faults, if torch was told of them before its first tensor.
     """
-    return _set_thresholds(mmap_bytes=256 << 10, trim_bytes=16 << 20)
+    return _set_thresholds(256 << 10, 16 << 20, _MANY_MAPPINGS)
 
 
-def _set_thresholds(mmap_bytes: int, trim_bytes: int) -> bool:
+def _set_thresholds(mmap_bytes: int, trim_bytes: int, num_mappings: int) -> bool:
     libc = _glibc()
     if libc is None:
         return False
-    settings = ((_M_MMAP_THRESHOLD, mmap_bytes), (_M_TRIM_THRESHOLD, trim_bytes), (_M_ARENA_MAX, 1))
+    settings = (
+        (_M_MMAP_THRESHOLD, mmap_bytes), (_M_TRIM_THRESHOLD, trim_bytes), (_M_MMAP_MAX, num_mappings), (_M_ARENA_MAX, 1)
+    )  # fmt: skip
     return all(libc.mallopt(name, value) == 1 for name, value in settings)
 
 

@@ -96,10 +96,10 @@ def decide_together(
     plan = shared(peers, Plan, "the plan", chosen.plan if chosen else None)
     machine = shared(peers, Machine, "the machine", chosen.machine if chosen else None)
     expected = shared(peers, Forecast, "the forecast", chosen.forecast if chosen else None)
-    text, keeps = peers.broadcast("the program", (dump(chosen.program), chosen.keeps_freed) if chosen else None)
+    text, freed = peers.broadcast("the program", (dump(chosen.program), chosen.freed) if chosen else None)
     program = chosen.program if chosen else parse(text)
     profile = shared(peers, Profile, "the profile of the program", chosen.profile if chosen else None)
-    return Decision(machine, budgets[peers.device], plan, program, expected, profile, keeps)
+    return Decision(machine, budgets[peers.device], plan, program, expected, profile, freed)
 
 
 def share_buffers(peers: Peers, duties: Duties, compute: Compute) -> None:

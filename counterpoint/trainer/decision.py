@@ -17,7 +17,7 @@ from counterpoint.runtime.disk_file import free_bytes
 from counterpoint.runtime.home_update import STAGING_BYTES
 from counterpoint.runtime.probe import DiskSpeed, probe_disk
 from counterpoint.schedules import write_program
-from counterpoint.trainer.freed_memory import beside_freed
+from counterpoint.trainer.freed_memory import Freed, beside_freed
 
 _MARGIN_PERCENT, _MARGIN_BYTES = 4, 48 << 20  # for what an allocator keeps beyond what is asked of it
 _SLACK_BYTES = 32 << 20  # by which the process itself may differ from one start to the next
@@ -38,8 +38,7 @@ def margin_bytes(memory_bytes: int) -> int:
 class Decision:
     """`budget_bytes` is what programs may use: the memory without the process itself and a margin.
 
-    `profile` is what the program was placed by. If `keeps_freed`, its workspaces have room for freed tensors that wait
-    for the next ones.
+    `profile` is what the program was placed by; where freed tensors wait, its workspaces have room for them.
     """
 
     machine: Machine
@@ -48,7 +47,7 @@ class Decision:
     program: Program
     forecast: Forecast
     profile: Profile
-    keeps_freed: bool
+    freed: Freed
 
 
 def decide(
@@ -73,10 +72,10 @@ def decide(
             plan, program, timeline = found.plan, found.program, found.timeline
     except BudgetError as error:
         raise _too_small(profile, memory_bytes, base_bytes, model_bytes, plan, error) from error
-    profile, program, timeline, keeps = beside_freed(profile, machine, plan, program, timeline)
+    profile, program, timeline, freed = beside_freed(profile, machine, plan, program, timeline)
     budget = machine.devices[0].capacity_bytes
     shown = forecast(profile, machine, plan, program, timeline)
-    return Decision(machine, budget, plan, program, shown, profile, keeps)
+    return Decision(machine, budget, plan, program, shown, profile, freed)
 
 
 def _found(profile: Profile, machine: Machine, freedom: Freedom) -> tuple[Machine, Candidate]:

@@ -41,9 +41,9 @@ def decide_for_devices(
     if best is None:
         assert refusal is not None
         raise refusal
-    profile, program, timeline, keeps = beside_freed(profile, machine, *best)
+    profile, program, timeline, freed = beside_freed(profile, machine, *best)
     found = forecast(profile, machine, best[0], program, timeline)
-    return Decision(machine, min(budgets), best[0], program, found, profile, keeps)
+    return Decision(machine, min(budgets), best[0], program, found, profile, freed)
 
 
 def these_devices(budgets: Sequence[int], folder: Path) -> Machine:

@@ -27,7 +27,13 @@ from counterpoint.runtime.executor import Executor
 from counterpoint.runtime.home import unused_sizes
 from counterpoint.runtime.home_update import STAGING_BYTES as HOME_STAGING_BYTES
 from counterpoint.runtime.home_update import HomeUpdate
-from counterpoint.runtime.memory_process import Headroom, give_back_freed_memory, resident_bytes, trim
+from counterpoint.runtime.memory_process import (
+    Headroom,
+    give_back_freed_memory,
+    keep_freed_memory,
+    resident_bytes,
+    trim,
+)
 from counterpoint.runtime.peers import Peers
 from counterpoint.runtime.rescue import bring_home, discard
 from counterpoint.runtime.store import STAGING_BYTES, Store, home_sizes
@@ -129,8 +135,10 @@ class Engine:
             self.compute.updates.home = HomeUpdate(self.store, parts.rule)
         costs = Costs(self.chosen.profile, self.plan)
         headroom = Headroom(self.base_bytes, budget, Costs(self.profile, self.plan).workspace_bytes)
-        if not self.chosen.keeps_freed:
+        if self.chosen.freed == "leave":
             give_back_freed_memory()
+        else:
+            keep_freed_memory(large=self.chosen.freed == "stay")
         self.transport: Transport | None = None
         if self.peers is None:
             self.executor = Executor(self.store, self.compute, costs, budget, headroom)

@@ -1,10 +1,11 @@
-"""A placed plan -> the same plan placed with room for freed tensors, which wait in the heap for the next ones.
+"""A placed plan -> what becomes of freed tensors, and the plan placed with room for those that wait for the next ones.
 
 A tensor whose pages must come from the operating system costs a transformer's layer more than half its time again.
 Where a computation has memory to spare, it is better spent on pages that wait than on a few bytes not moved.
 """
 
 from dataclasses import replace
+from typing import Literal
 
 from counterpoint.core.costs import Costs
 from counterpoint.core.errors import BudgetError
@@ -17,14 +18,17 @@ from counterpoint.core.timeline import Timeline
 from counterpoint.passes.residency import task_needs
 from counterpoint.planner.placement import Placement
 
+Freed = Literal["leave", "wait", "stay"]  # at once; in the heap, if they are small enough for it; all of them
 _WORTH_PERCENT = 30  # of a step
 
 
 def beside_freed(
     profile: Profile, machine: Machine, plan: Plan, program: Program, timeline: Timeline
-) -> tuple[Profile, Program, Timeline, bool]:
-    """What the plan is placed by then, and whether it is: not if there is no room, or it costs more than it saves."""
-    as_it_is = profile, program, timeline, False
+) -> tuple[Profile, Program, Timeline, Freed]:
+    """What the plan is placed by then; freed tensors leave if there is no room, or it costs more than it saves."""
+    if _has_plenty(profile, machine, plan, program, timeline):
+        return profile, program, timeline, "stay"
+    as_it_is: tuple[Profile, Program, Timeline, Freed] = profile, program, timeline, "leave"
     if plan.residency != "planned":
         return as_it_is
     roomier = _with_room(profile, machine, plan, program)
@@ -33,7 +37,17 @@ def beside_freed(
     except BudgetError:
         return as_it_is
     worth = simulated.step_ns * 100 <= timeline.step_ns * (100 + _WORTH_PERCENT)
-    return (roomier, placed, simulated, True) if worth else as_it_is
+    return (roomier, placed, simulated, "wait") if worth else as_it_is
+
+
+def _has_plenty(profile: Profile, machine: Machine, plan: Plan, program: Program, timeline: Timeline) -> bool:
+    """Whether every device has room for its peak, and once and a half more for its largest computation."""
+    costs, peaks = Costs(profile, plan), timeline.peak_bytes()
+    for index, part in enumerate(program.devices):
+        largest = max((costs.workspace_bytes(task) for task in part.body), default=0)
+        if peaks.get(f"device {index}", 0) + largest * 3 // 2 > machine.devices[index].capacity_bytes:
+            return False
+    return True
 
 
 def _with_room(profile: Profile, machine: Machine, plan: Plan, program: Program) -> Profile:

@@ -46,8 +46,8 @@ def test_computations_get_the_room_there_is(spare: int) -> None:
     least = smallest_budgets(Placement(profile, one_device(1, 1), PLAN).order, Costs(profile, PLAN))[0]
     machine = one_device(least + spare, 10**9)
     program, timeline = Placement(profile, machine, PLAN).fastest()
-    roomier, placed, _, keeps = beside_freed(profile, machine, PLAN, program, timeline)
-    assert keeps
+    roomier, placed, _, freed = beside_freed(profile, machine, PLAN, program, timeline)
+    assert freed == "wait"
     costs, before = Costs(roomier, PLAN), Costs(profile, PLAN)
     for task, need in task_needs(placed, costs, 0):
         assert need <= least + spare
@@ -64,9 +64,20 @@ def test_room_is_refused_where_it_costs_more_than_it_saves() -> None:
     machine = one_device(everything + 40 * MIB, 10**6)
     program, timeline = Placement(profile, machine, PLAN).fastest()
     wide = replace(profile, layers=tuple(_wide(cost) for cost in profile.layers))
-    _, same, _, keeps = beside_freed(wide, machine, PLAN, program, timeline)
-    assert not keeps
+    _, same, _, freed = beside_freed(wide, machine, PLAN, program, timeline)
+    assert freed == "leave"
     assert same is program
+
+
+def test_freed_tensors_stay_where_there_is_plenty() -> None:
+    profile, machine = chain(), one_device(2**40, 10**9)
+    program, timeline = Placement(profile, machine, PLAN).fastest()
+    assert beside_freed(profile, machine, PLAN, program, timeline) == (profile, program, timeline, "stay")
+    peak = timeline.peak_bytes()["device 0"]
+    largest = max(Costs(profile, PLAN).workspace_bytes(task) for task in program.devices[0].body)
+    for spare, expected in ((0, "stay"), (-1, "wait")):
+        machine = one_device(peak + largest * 3 // 2 + spare, 10**9)
+        assert beside_freed(profile, machine, PLAN, program, timeline)[3] == expected
 
 
 def _wide(cost: LayerCost) -> LayerCost:
