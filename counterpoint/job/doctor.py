@@ -96,6 +96,7 @@ def _disk(findings: Findings) -> Iterator[str]:
     yield f"free          {format_bytes(findings.free_bytes)}"
     yield f"reads         {speed.read_bytes_per_s / 1e9:.2f} GB/s"
     yield f"writes        {speed.write_bytes_per_s / 1e9:.2f} GB/s"
+    yield f"both at once  {speed.both_bytes_per_s / 1e9:.2f} GB/s"
     yield f"contention    products take {findings.contention_percent} % longer while the disk is busy"
     if findings.file_system in ("tmpfs", "ramfs"):
         yield "warning       this folder lies in memory: give one on a disk, or nothing is saved by moving state there"

@@ -20,12 +20,16 @@ from counterpoint.runtime.probe_compute import gemm, mean_ns, probe_copy, probe_
 _PIECE_BYTES = 8 << 20  # four of them are in memory, within what a small budget leaves
 _WINDOW_NS = 150_000_000
 _NUM_WINDOWS = 3
+_LOOK_SECONDS = 0.0005
 
 
 @dataclass(frozen=True, slots=True)
 class DiskSpeed:
+    """Of each direction by itself, and of both at once."""
+
     read_bytes_per_s: int
     write_bytes_per_s: int
+    both_bytes_per_s: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,7 +206,20 @@ def _disk_speed(disk: Disk) -> DiskSpeed:
     return DiskSpeed(
         write_bytes_per_s=writes.run(2 * num_pieces, 3 * _WINDOW_NS),
         read_bytes_per_s=reads.run(2 * num_pieces, 3 * _WINDOW_NS),
+        both_bytes_per_s=_run_both(writes, reads, 3 * _WINDOW_NS),
     )
+
+
+def _run_both(writes: _Traffic, reads: _Traffic, time_ns: int) -> int:
+    """Bytes per second while some of each are always under way."""
+    start, before = time.perf_counter_ns(), writes.moved_bytes + reads.moved_bytes
+    while time.perf_counter_ns() - start < time_ns:
+        for direction in (writes, reads):
+            direction.feed(2)
+        time.sleep(_LOOK_SECONDS)
+    for direction in (writes, reads):
+        direction.drain()
+    return (writes.moved_bytes + reads.moved_bytes - before) * 10**9 // (time.perf_counter_ns() - start)
 
 
 def _contention(disk: Disk, num_threads: int) -> int:

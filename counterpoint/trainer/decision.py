@@ -132,7 +132,7 @@ def this_machine(budget: int, folder: Path) -> Machine:
     links = (
         Link("disk read", speed.read_bytes_per_s, 100_000),
         Link("disk write", speed.write_bytes_per_s, 100_000),
-        Link("disk", max(speed.read_bytes_per_s, speed.write_bytes_per_s)),
+        Link("disk", max(speed.read_bytes_per_s, speed.write_bytes_per_s, speed.both_bytes_per_s)),
     )
     held = sum(file.stat().st_size for file in folder.iterdir() if file.is_file())
     return Machine("this machine", (Device("cpu", budget, (home,)),), links, (Tier("disk", free_bytes(folder) + held),))

@@ -13,7 +13,7 @@ GB = 10**9
 LAPTOP = Findings(
     num_cores=8, physical_memory_bytes=16 << 30, memory_limit_bytes=16 << 30, copy_bytes_per_s=10 * GB,
     float32_flops_per_s=400 * GB, bfloat16_flops_per_s=0, file_system="ext4", direct=True, free_bytes=500 * GB,
-    disk=DiskSpeed(3 * GB, 2 * GB), contention_percent=30, torch_version="2.13.0", accelerators=(),
+    disk=DiskSpeed(3 * GB, 2 * GB, 3 * GB), contention_percent=30, torch_version="2.13.0", accelerators=(),
 )  # fmt: skip
 
 
@@ -35,7 +35,7 @@ def test_a_busy_disk_and_a_slow_one_cost_time() -> None:
         return next(verdict.step_s for verdict in verdicts(findings) if verdict.model == "gpt2-xl")
 
     assert step_s(replace(LAPTOP, contention_percent=0)) < step_s(LAPTOP)
-    slow = replace(LAPTOP, disk=DiskSpeed(GB // 20, GB // 20))
+    slow = replace(LAPTOP, disk=DiskSpeed(GB // 20, GB // 20, GB // 20))
     assert step_s(slow) > 2 * step_s(LAPTOP)
     assert step_s(replace(slow, memory_limit_bytes=64 << 30)) == step_s(replace(LAPTOP, memory_limit_bytes=64 << 30))
 

@@ -28,6 +28,7 @@ def test_a_machine_in_seconds(tmp_path: Path) -> None:
     assert found.memory_limit_bytes <= found.physical_memory_bytes
     assert 10**6 < found.disk.read_bytes_per_s < 10**12
     assert 10**6 < found.disk.write_bytes_per_s < 10**12
+    assert 10**6 < found.disk.both_bytes_per_s < 10**12
     assert 0 <= found.contention_percent < 10_000
     assert found.torch_version == torch.__version__
     assert len(found.accelerators) == (torch.accelerator.device_count() if torch.accelerator.is_available() else 0)
