@@ -1,8 +1,9 @@
-"""A benchmark's script and a number of devices -> what each of its processes has told, as torchrun would start them.
+"""A benchmark's script and a number of devices -> what its processes tell, started as by torchrun, round after round.
 
 A process tells rows by printing lines of JSON. Whatever happens, no process is left behind.
 """
 
+import itertools
 import json
 import os
 import socket
@@ -10,12 +11,13 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 Row = dict[str, Any]
+Setting = TypeVar("Setting")
 ERROR_CHARACTERS = 3000
 LAST_WORDS_SECONDS = 20
 
@@ -26,6 +28,32 @@ class Failed(Exception):
 
 def tell(row: Row) -> None:
     print(json.dumps(row), flush=True)
+
+
+def take_turns(
+    num_rounds: int,
+    settings: Sequence[Setting],
+    contenders: Sequence[str],
+    turn: Callable[[str, Setting], Row],
+    describe: Callable[[Row], str],
+) -> tuple[dict[tuple[Setting, str], list[Row]], bool]:
+    """Every contender at every setting, round after round: the rows of each, and whether any turn has failed."""
+    table: dict[tuple[Setting, str], list[Row]] = {}
+    failed = False
+    for number, setting, name in itertools.product(range(num_rounds), settings, contenders):
+        try:
+            found = turn(name, setting)
+        except Failed as error:
+            failed = True
+            print(f"{name} at {setting} failed: {error}", file=sys.stderr, flush=True)
+        else:
+            table.setdefault((setting, name), []).append(found)
+            print(f"round {number} at {setting} {name:12} {describe(found)}", flush=True)
+    return table, failed
+
+
+def seconds_of(row: Row) -> str:
+    return " ".join(f"{second:.2f}" for second in row["seconds"]) + " s"
 
 
 def run_devices(

@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from crew import Failed, Row, run_devices, tell
+from crew import Row, run_devices, seconds_of, take_turns, tell
 from memory_limit import SHAPES, batch_of
 
 OURS = ("gpipe", "flush", "2bw")
@@ -205,16 +205,12 @@ def _ddp(arguments: argparse.Namespace, name: str, m: int, example: Any) -> Iter
 # ---- all of them
 
 
-def turn(name: str, m: int, arguments: argparse.Namespace) -> Row | None:
+def turn(name: str, m: int, arguments: argparse.Namespace) -> Row:
     """One contender once: seconds of the slower process, processor time of both."""
     command = ["--worker", name, "--microbatches", str(m), "--model", arguments.model, "--steps", str(arguments.steps)]
     command += ["--batch", str(arguments.batch), "--length", str(arguments.length), "--memory", arguments.memory]
     command += ["--split", str(split_of(arguments)), *(["--untied"] if arguments.untied else [])]
-    try:
-        rows = [found[-1] for found in run_devices(__file__, command, DEVICES, TURN_SECONDS)]
-    except Failed as error:
-        print(f"{name} failed at m = {m}: {error}", file=sys.stderr, flush=True)
-        return None
+    rows = [found[-1] for found in run_devices(__file__, command, DEVICES, TURN_SECONDS)]
     losses = [row["loss"] for row in rows if row["loss"] is not None]
     return {
         "seconds": [max(pair) for pair in zip(*(row["seconds"] for row in rows), strict=True)],
@@ -240,17 +236,13 @@ def main() -> int:
     if arguments.worker:
         worker(arguments)
         return 0
-    table: dict[tuple[int, str], list[Row]] = {}
-    failed = False
-    for number in range(arguments.rounds):
-        for m in arguments.microbatches:
-            for name in arguments.contenders:
-                found = turn(name, m, arguments)
-                failed |= found is None
-                if found is not None:
-                    table.setdefault((m, name), []).append(found)
-                    seconds = " ".join(f"{second:.2f}" for second in found["seconds"])
-                    print(f"round {number} m {m} {name:12} {seconds} s, {found['cores']:.2f} cores", flush=True)
+    table, failed = take_turns(
+        arguments.rounds,
+        arguments.microbatches,
+        arguments.contenders,
+        lambda name, m: turn(name, m, arguments),
+        lambda row: f"{seconds_of(row)}, {row['cores']:.2f} cores",
+    )
     _print_table(table, arguments)
     return 1 if failed else 0
 

@@ -25,7 +25,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from crew import Failed, Row, run_devices, tell
+from crew import Row, run_devices, seconds_of, take_turns, tell
 from memory_limit import BLKIO, SHAPES
 
 from counterpoint.core.units import format_bytes, parse_bytes
@@ -116,17 +116,13 @@ def _program_bytes(trainer: Any) -> dict[str, int]:
 # ---- all of them
 
 
-def turn(name: str, limit: str, arguments: argparse.Namespace) -> Row | None:
+def turn(name: str, limit: str, arguments: argparse.Namespace) -> Row:
     command = ["--worker", name, "--model", arguments.model, "--vocabulary", str(arguments.vocabulary)]
     for option in ("batch", "length", "devices", "steps", "share"):
         command += [f"--{option}", str(getattr(arguments, option))]
-    try:
-        with tempfile.TemporaryDirectory(dir=arguments.folder) as folder, _throttled(limit, folder) as groups:
-            command += ["-m", str(arguments.m), "--folder", folder]
-            rows = [found[-1] for found in run_devices(__file__, command, arguments.devices, TURN_SECONDS, groups)]
-    except Failed as error:
-        print(f"{name} at {limit} failed: {error}", file=sys.stderr, flush=True)
-        return None
+    with tempfile.TemporaryDirectory(dir=arguments.folder) as folder, _throttled(limit, folder) as groups:
+        command += ["-m", str(arguments.m), "--folder", folder]
+        rows = [found[-1] for found in run_devices(__file__, command, arguments.devices, TURN_SECONDS, groups)]
     return rows[0] | {
         "seconds": [max(step) for step in zip(*(row["seconds"] for row in rows), strict=True)][1:],
         "moved": statistics.median([sum(step) for step in zip(*(row["moved"] for row in rows), strict=True)][1:]),
@@ -177,16 +173,13 @@ def main() -> int:
     if arguments.worker:
         worker(arguments)
         return 0
-    table: dict[tuple[str, str], list[Row]] = {}
-    failed = False
-    for _ in range(arguments.rounds):
-        for limit in arguments.limits:
-            for name in arguments.contenders:
-                found = turn(name, limit, arguments)
-                failed |= found is None
-                if found is not None:
-                    table.setdefault((limit, name), []).append(found)
-                    print(f"{limit} {name}", [round(second, 2) for second in found["seconds"]], flush=True)
+    table, failed = take_turns(
+        arguments.rounds,
+        arguments.limits,
+        arguments.contenders,
+        lambda name, limit: turn(name, limit, arguments),
+        seconds_of,
+    )
     for limit in arguments.limits:
         _print_table(limit, {name: rows for (at, name), rows in table.items() if at == limit}, arguments)
     return 1 if failed else 0
