@@ -1,7 +1,6 @@
 """Models written by hand: skips, ties, reuse, buffers, several inputs and outputs, and how they are cut."""
 
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -9,39 +8,12 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from counterpoint.decomposer import Chain, decompose
-
-WIDTH = 16
-
-
-def regression(output: Any, batch: Any) -> Tensor:
-    return functional.mse_loss(output, batch["target"])
-
-
-def vectors(batch_size: int) -> dict[str, Tensor]:
-    return {"x": torch.randn(batch_size, WIDTH), "target": torch.randn(batch_size, WIDTH)}
-
-
-def grids(batch_size: int) -> dict[str, Tensor]:
-    return {"x": torch.randn(batch_size, 3, 16, 16), "target": torch.randn(batch_size, 3, 16, 16)}
+from tests.small_models import WIDTH, LongSkip, TwoStreams, UNet, grids, regression, stream_loss, streams, vectors
 
 
 class Mlp(nn.Sequential):
     def __init__(self, num_layers: int = 4) -> None:
         super().__init__(*[m for _ in range(num_layers) for m in (nn.Linear(WIDTH, WIDTH), nn.ReLU(inplace=True))])
-
-
-class LongSkip(nn.Module):
-    """The first activation is used again by the last layer."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(6))
-
-    def forward(self, x: Tensor) -> Tensor:
-        first = x = torch.tanh(self.layers[0](x))
-        for layer in self.layers[1:]:
-            x = torch.tanh(layer(x))
-        return x + first * 2
 
 
 class Tied(nn.Module):
@@ -114,47 +86,6 @@ class InPlace(nn.Module):
         return self.second(y) + x
 
 
-class TwoStreams(nn.Module):
-    """Two inputs, two streams that meet, several outputs."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.left = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
-        self.right = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(2))
-        self.unused = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, a: Tensor, b: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        for left, right in zip(self.left, self.right, strict=True):
-            a, b = torch.tanh(left(a) + b), torch.tanh(right(b) * a)
-        return a, {"b": b, "product": a * b}
-
-
-class UNet(nn.Module):
-    """Skips of all lengths around a heavy bottom."""
-
-    def __init__(self, depth: int = 3) -> None:
-        super().__init__()
-        widths = [4 * 2**level for level in range(depth + 1)]
-        self.down = nn.ModuleList(
-            nn.Conv2d(3 if i == 0 else widths[i - 1], widths[i], 3, padding=1) for i in range(depth)
-        )
-        self.bottom = nn.Conv2d(widths[-2], widths[-1], 3, padding=1)
-        self.up = nn.ModuleList(nn.ConvTranspose2d(widths[i + 1], widths[i], 2, 2) for i in range(depth))
-        self.merge = nn.ModuleList(nn.Conv2d(2 * widths[i], widths[i], 3, padding=1) for i in range(depth))
-        self.head = nn.Conv2d(widths[0], 3, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        skips = []
-        for down in self.down:
-            x = torch.relu(down(x))
-            skips.append(x)
-            x = functional.max_pool2d(x, 2)
-        x = torch.relu(self.bottom(x))
-        for up, merge, skip in reversed(list(zip(self.up, self.merge, skips, strict=True))):
-            x = torch.relu(merge(torch.cat([skip, up(x)], 1)))
-        return self.head(x)
-
-
 class Queries(nn.Module):
     """A layer that needs the batch size but no value that has it: learned queries, one set per sample."""
 
@@ -206,19 +137,12 @@ def test_reused_module_is_tied(check_same: Callable[..., None]) -> None:
 
 
 def test_several_inputs_and_outputs(check_same: Callable[..., None]) -> None:
-    def loss(output: Any, batch: Any) -> Tensor:
-        a, others = output
-        return a.mean() + others["b"].square().mean() + (others["product"] * batch["weight"]).mean()
-
-    def make(batch_size: int) -> dict[str, Tensor]:
-        return {name: torch.randn(batch_size, WIDTH) for name in ("a", "b", "weight")}
-
     model = TwoStreams()
-    chain = decompose(model, make(2), loss=loss)
+    chain = decompose(model, streams(2), loss=stream_loss)
     assert chain.parameters["unused.weight"].owner == -1
     for batch_size in (2, 3, 1):
-        batch = make(batch_size)
-        check_same(chain, model, batch, lambda plain, batch=batch: loss(plain(batch["a"], batch["b"]), batch))
+        batch = streams(batch_size)
+        check_same(chain, model, batch, lambda plain, batch=batch: stream_loss(plain(batch["a"], batch["b"]), batch))
 
 
 def test_batch_as_tuple_and_as_tensor() -> None:

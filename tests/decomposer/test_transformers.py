@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from functools import cache
 
-import peft
 import pytest
 import torch
 import transformers
@@ -11,126 +10,29 @@ from torch import Tensor, nn
 
 from counterpoint.core.errors import ModelError
 from counterpoint.decomposer import Chain, decompose
-
-LENGTH = 24
-VOCABULARY = 67
-
-Batch = dict[str, Tensor]
-
-
-def tokens(batch_size: int) -> Tensor:
-    return torch.randint(3, VOCABULARY, (batch_size, LENGTH))
-
-
-def causal(batch_size: int) -> Batch:
-    return {"input_ids": tokens(batch_size), "labels": tokens(batch_size)}
-
-
-def padded(batch_size: int) -> Batch:
-    mask = torch.ones(batch_size, LENGTH, dtype=torch.int64)
-    mask[:, LENGTH - 5 :] = 0
-    return causal(batch_size) | {"attention_mask": mask}
-
-
-def gpt2(**options: object) -> nn.Module:
-    off = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "bos_token_id": 0, "eos_token_id": 0}
-    config = transformers.GPT2Config(
-        n_layer=2,
-        n_embd=32,
-        n_head=4,
-        vocab_size=VOCABULARY,
-        n_positions=LENGTH,
-        loss_type="ForCausalLM",
-        **(off | options),
-    )
-    return transformers.GPT2LMHeadModel(config)
-
-
-LLAMA = {
-    "num_hidden_layers": 2,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": VOCABULARY,
-    "max_position_embeddings": 64,
-    "bos_token_id": 0,
-    "eos_token_id": 0,
-}
-
-
-def llama() -> nn.Module:
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**LLAMA))
-
-
-def qwen2() -> nn.Module:
-    return transformers.Qwen2ForCausalLM(transformers.Qwen2Config(**LLAMA, tie_word_embeddings=True))
-
-
-def mixtral() -> nn.Module:
-    return transformers.MixtralForCausalLM(
-        transformers.MixtralConfig(**LLAMA, num_local_experts=4, num_experts_per_tok=2, output_router_logits=True)
-    )
-
-
-def bert() -> nn.Module:
-    config = transformers.BertConfig(
-        num_hidden_layers=2,
-        hidden_size=32,
-        intermediate_size=64,
-        num_attention_heads=4,
-        vocab_size=VOCABULARY,
-        hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0,
-    )
-    return transformers.BertForMaskedLM(config)
-
-
-def t5() -> nn.Module:
-    config = transformers.T5Config(
-        num_layers=2,
-        d_model=32,
-        d_kv=8,
-        d_ff=64,
-        num_heads=4,
-        vocab_size=VOCABULARY,
-        dropout_rate=0.0,
-        decoder_start_token_id=0,
-    )
-    return transformers.T5ForConditionalGeneration(config)
-
-
-def vit() -> nn.Module:
-    config = transformers.ViTConfig(
-        num_hidden_layers=2,
-        hidden_size=32,
-        intermediate_size=64,
-        num_attention_heads=4,
-        image_size=16,
-        patch_size=4,
-        hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0,
-        num_labels=5,
-    )
-    return transformers.ViTForImageClassification(config)
-
-
-def resnet() -> nn.Module:
-    config = transformers.ResNetConfig(
-        embedding_size=8, hidden_sizes=[16, 32], depths=[2, 2], layer_type="bottleneck", num_labels=5
-    )
-    return transformers.ResNetForImageClassification(config)
-
-
-def images(batch_size: int) -> Batch:
-    return {"pixel_values": torch.randn(batch_size, 3, 16, 16), "labels": torch.randint(0, 2, (batch_size,))}
-
+from tests.small_transformers import (
+    LENGTH,
+    VOCABULARY,
+    Batch,
+    adapted_llama,
+    bert,
+    causal,
+    gpt2,
+    images,
+    llama,
+    mixtral,
+    padded,
+    resnet,
+    t5,
+    tied_qwen2,
+    vit,
+)
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Batch]]] = {
     "gpt2": (gpt2, causal),
     "llama": (llama, causal),
     "llama padded": (llama, padded),
-    "qwen2": (qwen2, causal),
+    "qwen2": (tied_qwen2, causal),
     "mixtral": (mixtral, causal),
     "bert": (bert, padded),
     "t5": (t5, padded),
@@ -211,7 +113,7 @@ def test_router_logits_go_to_the_loss() -> None:
 
 
 def test_dropout_repeats_with_its_seed(run_by_layer: Callable[..., tuple[Tensor, dict[str, Tensor]]]) -> None:
-    model = gpt2(resid_pdrop=0.1, embd_pdrop=0.1, attn_pdrop=0.1)
+    model = gpt2(dropout=0.1)
     batch = causal(3)
     chain = decompose(model, batch)
     assert sum(layer.random for layer in chain.layers) == len(chain.layers) - 1
@@ -238,11 +140,7 @@ def test_same_as_plain_under_autocast(name: str, check_same: Callable[..., None]
 
 
 def test_lora(check_same: Callable[..., None]) -> None:
-    options = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.0, task_type="CAUSAL_LM")
-    model = peft.get_peft_model(llama(), options).train()
-    for name, parameter in model.named_parameters():
-        if "lora_B" in name:
-            nn.init.normal_(parameter)  # zeros would hide mistakes
+    model = adapted_llama().train()
     chain = decompose(model, causal(3))
     trained = [name for name, spec in chain.parameters.items() if spec.requires_grad]
     assert len(trained) == 8
@@ -285,7 +183,7 @@ def test_untraceable_experts_are_refused_with_advice() -> None:
 @pytest.mark.parametrize("use_cache", [True, False])
 def test_packed_sequences_as_transformers_sees_them(use_cache: bool, check_same: Callable[..., None]) -> None:
     """Position ids that start again mean packed sequences, but transformers looks for them only without a cache."""
-    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**LLAMA | {"num_hidden_layers": 1}))
+    model = llama(num_hidden_layers=1)
     model.config.use_cache = use_cache
     positions = torch.arange(LENGTH).remainder(LENGTH // 2).expand(2, -1).contiguous()
     batch = causal(2) | {"position_ids": positions}

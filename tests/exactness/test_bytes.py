@@ -11,10 +11,11 @@ import torch
 from torch import nn
 
 from counterpoint.core.task import Buffer, Evict, Load
-from counterpoint.runtime.frame import BLOCK_BYTES
+from counterpoint.runtime.disk_extents import round_to_blocks
 from counterpoint.runtime.store import FLAT_KINDS
+from tests.small_models import Batch, regression
 
-from .bench import ALL_FITS, Batch, Problem, Setting, Trained, train, transfers
+from .bench import ALL_FITS, Problem, Setting, Trained, train, transfers
 
 WIDTH = 64
 
@@ -35,10 +36,6 @@ def vectors(batch_size: int) -> Batch:
     return {"x": torch.randn(batch_size, 40, WIDTH), "target": torch.randn(batch_size, 40, WIDTH)}
 
 
-def regression(output: torch.Tensor, batch: Batch) -> torch.Tensor:
-    return nn.functional.mse_loss(output, batch["target"])
-
-
 PROBLEM = Problem(Row, vectors, regression)
 
 
@@ -48,12 +45,8 @@ def per_step(trained: Trained) -> list[tuple[int, int]]:
     return [(after[0] - before[0], after[1] - before[1]) for before, after in pairs]
 
 
-def in_blocks(num_bytes: int) -> int:
-    return -(-num_bytes // BLOCK_BYTES) * BLOCK_BYTES
-
-
 def size(trained: Trained, buffer: Buffer) -> int:
-    return in_blocks(trained.costs.buffer_bytes(buffer))
+    return round_to_blocks(trained.costs.buffer_bytes(buffer))
 
 
 def said(trained: Trained, kind: type[Load] | type[Evict]) -> list[Buffer]:

@@ -7,41 +7,26 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
-from .bench import ALL_FITS, Batch, Problem, Setting, differences, sgd, train, train_plainly
+from tests.small_models import (
+    WIDTH,
+    Batch,
+    LongSkip,
+    TwoStreams,
+    UNet,
+    double_vectors,
+    grids,
+    regression,
+    stream_loss,
+    streams,
+    vectors,
+)
 
-WIDTH = 32
-
-
-def regression(output: Any, batch: Any) -> Tensor:
-    return functional.mse_loss(output, batch["target"])
-
-
-def vectors(batch_size: int) -> Batch:
-    return {"x": torch.randn(batch_size, WIDTH), "target": torch.randn(batch_size, WIDTH)}
+from .bench import ALL_FITS, Problem, Setting, differences, sgd, train, train_plainly
 
 
 def sequences(batch_size: int) -> Batch:
     return {"x": torch.randn(batch_size, 12, WIDTH), "target": torch.randn(batch_size, 12, WIDTH)}
-
-
-def grids(batch_size: int) -> Batch:
-    return {"x": torch.randn(batch_size, 3, 16, 16), "target": torch.randn(batch_size, 3, 16, 16)}
-
-
-class LongSkip(nn.Module):
-    """The first activation is used again by the last layer and by one between."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(6))
-
-    def forward(self, x: Tensor) -> Tensor:
-        first = x = torch.tanh(self.layers[0](x))
-        for index, layer in enumerate(self.layers[1:]):
-            x = torch.tanh(layer(x) * (first if index == 2 else 1))
-        return x + first * 2
 
 
 class Dense(nn.Module):
@@ -77,30 +62,6 @@ class Counting(nn.Module):
         x = self.norm(self.first(x))
         self.average = 0.9 * self.average + 0.1 * x.detach().mean(0)
         return self.second(torch.relu(x)) + self.average
-
-
-class TwoStreams(nn.Module):
-    """Two inputs, two streams that meet, several outputs, a module that is not used."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.left = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
-        self.right = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
-        self.unused = nn.Linear(WIDTH, WIDTH)
-
-    def forward(self, a: Tensor, b: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        for left, right in zip(self.left, self.right, strict=True):
-            a, b = torch.tanh(left(a) + b), torch.tanh(right(b) * a)
-        return a, {"b": b, "product": a * b}
-
-
-def stream_loss(output: Any, batch: Any) -> Tensor:
-    a, others = output
-    return a.mean() + others["b"].square().mean() + (others["product"] * batch["weight"]).mean()
-
-
-def streams(batch_size: int) -> Batch:
-    return {name: torch.randn(batch_size, WIDTH) for name in ("a", "b", "weight")}
 
 
 class Views(nn.Module):
@@ -176,42 +137,12 @@ class Frozen(nn.Module):
         return x
 
 
-class UNet(nn.Module):
-    """Skips of all lengths around a heavy bottom."""
-
-    def __init__(self, depth: int = 2) -> None:
-        super().__init__()
-        widths = [8 * 2**level for level in range(depth + 1)]
-        self.down = nn.ModuleList(
-            nn.Conv2d(3 if i == 0 else widths[i - 1], widths[i], 3, padding=1) for i in range(depth)
-        )
-        self.bottom = nn.Conv2d(widths[-2], widths[-1], 3, padding=1)
-        self.up = nn.ModuleList(nn.ConvTranspose2d(widths[i + 1], widths[i], 2, 2) for i in range(depth))
-        self.merge = nn.ModuleList(nn.Conv2d(2 * widths[i], widths[i], 3, padding=1) for i in range(depth))
-        self.head = nn.Conv2d(widths[0], 3, 1)
-
-    def forward(self, x: Tensor) -> Tensor:
-        skips = []
-        for down in self.down:
-            x = torch.relu(down(x))
-            skips.append(x)
-            x = functional.max_pool2d(x, 2)
-        x = torch.relu(self.bottom(x))
-        for up, merge, skip in reversed(list(zip(self.up, self.merge, skips, strict=True))):
-            x = torch.relu(merge(torch.cat([skip, up(x)], 1)))
-        return self.head(x)
-
-
 class Double(LongSkip):
     """In double precision."""
 
     def __init__(self) -> None:
         super().__init__()
         self.double()
-
-
-def doubles(batch_size: int) -> Batch:
-    return {name: tensor.double() for name, tensor in vectors(batch_size).items()}
 
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Batch], Callable[[Any, Any], Tensor]]] = {
@@ -224,7 +155,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Batch], Callabl
     "gaps": (Gaps, vectors, regression),
     "frozen": (Frozen, vectors, regression),
     "unet": (UNet, grids, regression),
-    "double": (Double, doubles, regression),
+    "double": (Double, double_vectors, regression),
 }
 
 SETTINGS = [

@@ -12,13 +12,14 @@ from typing import Any
 
 import pytest
 import torch
-import transformers
 from torch import Tensor, nn
 from torch.nn import functional
 
+from tests.small_models import WIDTH, Batch, double_vectors, regression, vectors
+from tests.small_transformers import causal, gpt2, t5, tied_qwen2
+
 from .bench import (
     ALL_FITS,
-    Batch,
     Problem,
     Setting,
     differences,
@@ -28,68 +29,7 @@ from .bench import (
     train_plainly,
 )
 
-LENGTH = 16
-VOCABULARY = 67
-WIDTH = 32
 UNITS = 4  # in the last place of 1.0; one was seen after five steps
-
-
-def causal(batch_size: int) -> Batch:
-    tokens = torch.randint(3, VOCABULARY, (batch_size, LENGTH))
-    return {"input_ids": tokens, "labels": tokens.clone()}
-
-
-def vectors(batch_size: int) -> Batch:
-    return {"x": torch.randn(batch_size, WIDTH), "target": torch.randn(batch_size, WIDTH)}
-
-
-def regression(output: Any, batch: Any) -> Tensor:
-    return functional.mse_loss(output, batch["target"])
-
-
-def gpt2() -> nn.Module:
-    config = transformers.GPT2Config(
-        n_layer=2,
-        n_embd=32,
-        n_head=4,
-        vocab_size=VOCABULARY,
-        n_positions=LENGTH,
-        resid_pdrop=0.0,
-        embd_pdrop=0.0,
-        attn_pdrop=0.0,
-        bos_token_id=0,
-        eos_token_id=0,
-        loss_type="ForCausalLM",
-    )
-    return transformers.GPT2LMHeadModel(config)
-
-
-def qwen2() -> nn.Module:
-    config = transformers.Qwen2Config(
-        num_hidden_layers=2,
-        hidden_size=32,
-        intermediate_size=48,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        vocab_size=VOCABULARY,
-        tie_word_embeddings=True,
-    )
-    return transformers.Qwen2ForCausalLM(config)
-
-
-def t5() -> nn.Module:
-    """The embedding has three users, the position tables of encoder and decoder one in each block."""
-    config = transformers.T5Config(
-        num_layers=2,
-        d_model=32,
-        d_kv=8,
-        d_ff=64,
-        num_heads=4,
-        vocab_size=VOCABULARY,
-        dropout_rate=0.0,
-        decoder_start_token_id=0,
-    )
-    return transformers.T5ForConditionalGeneration(config)
 
 
 class Reused(nn.Module):
@@ -121,7 +61,7 @@ class Statistics(nn.Module):
 Model = tuple[Callable[[], nn.Module], Callable[[int], Batch], Callable[[Any, Any], Tensor] | None]
 MODELS: dict[str, Model] = {
     "gpt2": (gpt2, causal, None),
-    "qwen2": (qwen2, causal, None),
+    "qwen2": (tied_qwen2, causal, None),
     "t5": (t5, causal, None),
     "reused": (Reused, vectors, regression),
     "statistics": (Statistics, vectors, regression),
@@ -147,10 +87,6 @@ def double_gpt2() -> nn.Module:
 
 def double_reused() -> nn.Module:
     return Reused().double()
-
-
-def double_vectors(batch_size: int) -> Batch:
-    return {name: tensor.double() for name, tensor in vectors(batch_size).items()}
 
 
 SEVERAL: dict[str, tuple[Model, float]] = {

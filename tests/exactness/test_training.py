@@ -4,39 +4,23 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import peft
 import pytest
 import torch
-import transformers
 from torch import Tensor, nn
-from torch.nn import functional
 from torch.optim import Optimizer
 
 from counterpoint import ErrorFeedback
 from counterpoint.runtime import home_update
 from counterpoint.runtime import optimizer as runtime_optimizer
 from counterpoint.runtime.optimizer import UpdateRule
+from tests.small_models import WIDTH, regression, vectors
+from tests.small_transformers import adapted_llama, causal, gpt2, llama
 
-from .bench import ALL_FITS, Batch, Problem, Setting, adamw, differences, same, train, train_plainly
-
-LENGTH = 16
-VOCABULARY = 67
-SMALL = {"num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 4}
-TOKENS = {"vocab_size": VOCABULARY, "bos_token_id": 0, "eos_token_id": 0, "tie_word_embeddings": False}
-
-
-def causal(batch_size: int) -> Batch:
-    tokens = torch.randint(3, VOCABULARY, (batch_size, LENGTH))
-    return {"input_ids": tokens, "labels": tokens.clone()}
-
-
-def llama() -> nn.Module:
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**SMALL, **TOKENS, num_key_value_heads=2))
+from .bench import ALL_FITS, Problem, Setting, adamw, differences, same, train, train_plainly
 
 
 def wide_llama() -> nn.Module:
-    sizes = SMALL | {"hidden_size": 64, "intermediate_size": 160}
-    return transformers.LlamaForCausalLM(transformers.LlamaConfig(**sizes, **TOKENS, num_key_value_heads=2))
+    return llama(hidden_size=64, intermediate_size=160)
 
 
 class Lion(Optimizer):
@@ -139,20 +123,12 @@ class Mixed(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(32, 32, dtype=d) for d in (torch.float64, torch.float32) * 5)
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, dtype=d) for d in (torch.float64, torch.float32) * 5)
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
             x = torch.tanh(layer(x.to(layer.weight.dtype)))
         return x
-
-
-def regression(output: Any, batch: Any) -> Tensor:
-    return functional.mse_loss(output, batch["target"])
-
-
-def vectors(batch_size: int) -> Batch:
-    return {"x": torch.randn(batch_size, 32), "target": torch.randn(batch_size, 32)}
 
 
 @pytest.mark.parametrize("max_grad_norm", [0.01, 1e6], ids=["tight", "loose"])
@@ -195,36 +171,16 @@ def test_weights_in_half_precision(tmp_path: Path) -> None:
     assert differences(train(problem, Setting("evict", pack=1), tmp_path).outcome, train_plainly(problem, 2)) == []
 
 
-def adapters() -> nn.Module:
-    options = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], lora_dropout=0.0, task_type="CAUSAL_LM")
-    model = peft.get_peft_model(llama(), options)
-    for name, parameter in model.named_parameters():
-        if "lora_B" in name:
-            nn.init.normal_(parameter)  # zeros would hide mistakes
-    return model
-
-
 @pytest.mark.parametrize("policy", ["recompute", "evict"])
 def test_adapters(policy: str, tmp_path: Path) -> None:
-    problem = Problem(adapters, causal, max_grad_norm=1.0)
+    problem = Problem(adapted_llama, causal, max_grad_norm=1.0)
     found = train(problem, Setting(policy, pack=2), tmp_path).outcome
     assert differences(found, train_plainly(problem, 2)) == []
     assert all("lora" in name for name in found.states)
 
 
 def dropping() -> nn.Module:
-    config = transformers.GPT2Config(
-        n_layer=2,
-        n_embd=32,
-        n_head=4,
-        n_positions=LENGTH,
-        resid_pdrop=0.2,
-        embd_pdrop=0.2,
-        attn_pdrop=0.2,
-        loss_type="ForCausalLM",
-        **TOKENS,
-    )
-    return transformers.GPT2LMHeadModel(config)
+    return gpt2(dropout=0.2, tie_word_embeddings=False)
 
 
 def test_dropout_does_not_depend_on_the_plan(tmp_path: Path) -> None:
