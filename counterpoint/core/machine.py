@@ -72,7 +72,6 @@ class Machine:
     devices: tuple[Device, ...]
     links: tuple[Link, ...] = ()
     tiers: tuple[Tier, ...] = ()
-    host_flops_per_s: int = 10**11
     host_memory_bytes_per_s: int = 2 * 10**10
 
     def __post_init__(self) -> None:

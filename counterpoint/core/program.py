@@ -192,11 +192,6 @@ def lane(task: Task) -> str:
             assert_never(task)
 
 
-def touches_home(task: Task) -> bool:
-    """Whether reads (a load), writes (an evict) or both (a host update) are of home copies."""
-    return isinstance(task, (Load, Evict)) or (isinstance(task, Update) and task.host)
-
-
 def renames(task: Task, outline: Outline) -> list[tuple[Buffer, Buffer]]:
     """Buffers that a task turns into others in the same memory: an update in place."""
     if not isinstance(task, Update) or task.host:

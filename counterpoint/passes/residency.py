@@ -16,7 +16,7 @@ from counterpoint.passes.ladder import choose
 from counterpoint.passes.lives import Life, canonical, collect, device_reads, device_writes, mark_shared
 from counterpoint.passes.walk import Walk
 
-POLICIES = ("planned", "lru")
+RESIDENCIES = ("planned", "lru")
 
 
 def place(
@@ -39,8 +39,8 @@ def place(
     a simulation can tell which is faster. `quick` chooses with less care. Raises BudgetError with the smallest budget
     that would do.
     """
-    if policy not in POLICIES:
-        raise ValueError(f"unknown residency policy {policy!r}; known are {', '.join(POLICIES)}")
+    if policy not in RESIDENCIES:
+        raise ValueError(f"unknown residency policy {policy!r}; known are {', '.join(RESIDENCIES)}")
     if len(budgets) != len(program.devices):
         raise ValueError(f"{len(program.devices)} devices need as many budgets, not {len(budgets)}")
     refuse_small_budgets(program, costs, budgets, pinned if policy == "planned" else frozenset())

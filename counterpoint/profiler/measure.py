@@ -51,34 +51,42 @@ def profile_of(
 
     Sizes at which some layer would probably pass `limit_bytes` are left out, the smallest excepted.
     """
-    distinct = {layer.signature: layer for layer in frame.chain.layers}
-    known: dict[tuple[str, int], _Sample] = {}
-    done: list[int] = []
-    for size in sorted(sizes):
-        if done and limit_bytes is not None:
-            largest = max(known[signature, done[-1]].held_bytes for signature in distinct)
-            if largest * size // done[-1] > limit_bytes:
-                break
-        for signature, layer in distinct.items():
-            known[signature, size] = _measure(frame.chain, layer, size, autocast)
-            trim()
-        done.append(size)
-    sizes = tuple(done)
+    samples = _samples(frame.chain, sizes, autocast, limit_bytes)
+    measured = tuple(samples)
     update_ns = _update_ns_per_element(rule, frame)
     costs = []
     for layer in frame.chain.layers:
-        samples = [known[layer.signature, size] for size in sizes]
-        costs.append(_layer_cost(frame, states, layer, sizes, samples, update_ns))
+        found = [samples[size][layer.signature] for size in measured]
+        costs.append(_layer_cost(frame, states, layer, measured, found, update_ns))
     values = tuple(
         ValueCost(
             outline_value.producer,
             outline_value.consumers,
-            Curve(tuple((size, frame.chain.values[index].bytes_at(size)) for size in sizes)),
+            Curve(tuple((size, frame.chain.values[index].bytes_at(size)) for size in measured)),
             outline_value.has_grad,
         )
         for outline_value, index in zip(frame.outline.values, frame.values, strict=True)
     )
     return Profile(name, tuple(costs), values, tokens_per_sample)
+
+
+def _samples(
+    chain: Chain, sizes: Sequence[int], autocast: torch.dtype | None, limit_bytes: int | None
+) -> dict[int, dict[str, _Sample]]:
+    """By size, smallest first, and signature."""
+    distinct = {layer.signature: layer for layer in chain.layers}
+    found: dict[int, dict[str, _Sample]] = {}
+    for size in sorted(sizes):
+        if found and limit_bytes is not None:
+            before = max(found)
+            largest = max(sample.held_bytes for sample in found[before].values())
+            if largest * size // before > limit_bytes:
+                break
+        found[size] = {}
+        for signature, layer in distinct.items():
+            found[size][signature] = _measure(chain, layer, size, autocast)
+            trim()
+    return found
 
 
 def _layer_cost(

@@ -30,11 +30,12 @@ from counterpoint.core.task import (
 )
 from counterpoint.decomposer.randomness import layer_seed
 from counterpoint.runtime.frame import Frame
-from counterpoint.runtime.gradients import Entrance, added, collect, copied, discarding
+from counterpoint.runtime.gradients import Entrance, collect, discarding
 from counterpoint.runtime.optimizer import UpdateRule
-from counterpoint.runtime.saved import SavedTensors, WeightView
+from counterpoint.runtime.saved import SavedTensors, saving
 from counterpoint.runtime.step import Step
 from counterpoint.runtime.store import Store
+from counterpoint.runtime.strides import added, copied
 from counterpoint.runtime.updates import Exchange, Total, Updates
 
 __all__ = ["Compute", "Step"]
@@ -209,29 +210,10 @@ class Compute:
     ) -> tuple[Tensor, ...]:
         kept = SavedTensors()
         self.store.saved[saved(layer, microbatch)] = kept
-        known: dict[int, tuple[Buffer, str]] = {}
+        weights = {address: (buffer, name) for name, address, buffer in self._weight_addresses(layer, version)}
         buffers = [self.buffers[name] for name in self.chain.layers[layer].buffers]
         apart = {t.untyped_storage().data_ptr() for t in (*self._batch(microbatch).values(), *buffers)}
-
-        def pack(tensor: Tensor) -> object:
-            address = tensor.untyped_storage().data_ptr()
-            if address in known:
-                return WeightView(known[address], tensor.shape, tensor.stride(), int(tensor.storage_offset()))
-            if address in apart or not tensor.numel():
-                return tensor
-            return kept.keep(tensor, copied=self.store.is_lent(tensor))
-
-        def unpack(handle: object) -> Tensor:
-            if isinstance(handle, Tensor):
-                return handle
-            if isinstance(handle, WeightView):
-                buffer, name = handle.key
-                return self.store.tensors(buffer)[name].as_strided(handle.shape, handle.stride, handle.offset)
-            return self.store.saved[saved(layer, microbatch)].tensor(handle)  # type: ignore[arg-type]
-
-        for name, address, buffer in self._weight_addresses(layer, version):
-            known[address] = (buffer, name)
-        with torch.autograd.graph.saved_tensors_hooks(pack, unpack):
+        with saving(kept, weights, apart, self.store.is_lent, lambda found: self.store.tensors(found[0])[found[1]]):
             graph, outputs = self._run(layer, microbatch, version, values, leaves=True)
         for leaf in graph.parameters.values():
             if leaf.requires_grad:

@@ -10,14 +10,14 @@ BLOCK_BYTES = max(4096, mmap.PAGESIZE)
 
 
 def round_to_blocks(num_bytes: int) -> int:
-    """The smallest number of whole blocks that holds `num_bytes`, at least one.
+    """The smallest number of whole blocks that holds `num_bytes`.
 
     >>> round_to_blocks(0) // BLOCK_BYTES, round_to_blocks(BLOCK_BYTES + 1) // BLOCK_BYTES
-    (1, 2)
+    (0, 2)
     """
     if num_bytes < 0:
         raise ValueError(f"a size cannot be negative: {num_bytes}")
-    return max(1, -(-num_bytes // BLOCK_BYTES)) * BLOCK_BYTES
+    return -(-num_bytes // BLOCK_BYTES) * BLOCK_BYTES
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,7 +66,7 @@ class Extents:
     def add(self, key: str, num_bytes: int) -> Extent:
         if key in self._extents:
             raise ValueError(f"{key!r} has an extent already; release it first")
-        size = round_to_blocks(num_bytes)
+        size = max(round_to_blocks(num_bytes), BLOCK_BYTES)
         extent = Extent(self._take(size), size, num_bytes)
         self._extents[key] = extent
         return extent

@@ -39,8 +39,8 @@ from counterpoint.runtime.awaited import Awaited
 from counterpoint.runtime.compute import Compute
 from counterpoint.runtime.lanes import Job, Lanes
 from counterpoint.runtime.memory_process import Headroom
+from counterpoint.runtime.outside import Outside
 from counterpoint.runtime.record import Record
-from counterpoint.runtime.room import Room
 from counterpoint.runtime.store import Store
 from counterpoint.runtime.transport import Transport
 
@@ -70,12 +70,12 @@ class Executor:
         explain: Callable[[str], str] = str,
     ) -> None:
         self.store, self.compute, self.costs = store, compute, costs
-        self.room = Room(store, costs, budget, headroom)
+        self.outside = Outside(store, costs, budget, headroom)
         if headroom:
             compute.between_layers = headroom.relieve
         self.device, self.transport, self.explain = device, transport, explain
         self.whole_names = False  # values of different microbatches look different
-        self.record, self.awaited = Record(device), Awaited(device)
+        self.record, self.awaited = Record(device, store.backend.used_bytes), Awaited(device)
         self.outline = store.frame.outline
         self.error: BaseException | None = None
         self.lost = self._ended = False
@@ -89,7 +89,7 @@ class Executor:
         self._scan = Scan(self.outline, HomeWriters())
         self._jobs: dict[int, Job] = {}
         self._count = 0
-        self.room.forget()
+        self.outside.forget()
 
     def run(self, tasks: Iterable[Task], step: int) -> None:
         """Run a section; returns when its computations are done, transfers may still be under way."""
@@ -175,7 +175,7 @@ class Executor:
         elif isinstance(job.task, Receive):
             assert self.transport is not None
             self.awaited.by_lane[job.lane] = job.task
-            self.room.for_arrival(job.task.buffer)
+            self.outside.before_arrival(job.task.buffer)
             job.call = self.transport.post(self._name(job.task.buffer), job.task.peer)
             self.lanes.post(job)
             return True
@@ -239,10 +239,10 @@ class Executor:
     def _perform(self, task: Task) -> None:
         match task:
             case Forward():
-                self.room.for_computation(task)
+                self.outside.before_computation(task)
                 self.compute.forward(task)
             case Backward():
-                self.room.for_computation(task)
+                self.outside.before_computation(task)
                 self.compute.backward(task)
             case Norm():
                 self.compute.norm(task)
@@ -253,13 +253,13 @@ class Executor:
                 for old, new in renames(task, self.outline):
                     self.store.rename(old, new)
             case Load(buffer, _):
-                self.room.for_load(buffer)
+                self.outside.before_load(buffer)
                 self.store.load(buffer)
             case Evict(buffer, _):
                 self.store.evict(buffer)
             case Drop(buffer):
                 self.store.drop(buffer)
-                self.room.dropped(buffer)
+                self.outside.dropped(buffer)
             case Send(buffer, peer) if self.transport is not None:
                 held = self.store.values.get(buffer)
                 self.transport.send(self._name(buffer), None if held is None else held.tensor, peer)

@@ -8,8 +8,7 @@ import torch
 
 from counterpoint.core.outline import LayerOutline, Outline, Value
 from counterpoint.decomposer.chain import Chain
-
-BLOCK_BYTES = 4096
+from counterpoint.runtime.disk_extents import round_to_blocks
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +37,7 @@ class Flat:
         slots, offset = [], 0
         for name, shape, dtype in tensors:
             slots.append(Slot(name, tuple(shape), dtype, offset))
-            offset += -(-slots[-1].num_bytes // BLOCK_BYTES) * BLOCK_BYTES
+            offset += round_to_blocks(slots[-1].num_bytes)
         return Flat(tuple(slots), offset)
 
 

@@ -45,24 +45,6 @@ class _Enter(torch.autograd.Function):
         return None, None, None
 
 
-def span(tensor: Tensor) -> int:
-    """Elements from the first to the last that a tensor touches."""
-    if not tensor.numel():
-        return 0
-    return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-
-
-def copied(tensor: Tensor) -> Tensor:
-    """A copy in memory of its own with the same strides."""
-    content = torch.as_strided(tensor, (span(tensor),), (1,)).clone()
-    return torch.as_strided(content, tensor.shape, tensor.stride(), 0)
-
-
-def added(total: Tensor, share: Tensor) -> Tensor:
-    """The sum, in place unless elements of the total share memory."""
-    return total.add_(share) if span(total) == total.numel() else total + share
-
-
 def discarding() -> torch.autograd.graph.saved_tensors_hooks:
     """Within it autograd is on but keeps nothing, for a forward that will run again.
 

@@ -1,6 +1,6 @@
-"""A frame -> where at home each parameter and each tensor of optimizer state lies."""
+"""A frame -> what home must hold, and where there each parameter and each tensor of optimizer state lies."""
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from math import prod
 
@@ -45,6 +45,27 @@ def state_places(states: tuple[Flat, ...], layer: int, names: HomeNames | None =
         parameter, _, key = slot.name.rpartition("\0")
         found[parameter, key] = _place(place, slot)
     return found
+
+
+def home_sizes(
+    frame: Frame,
+    states: tuple[Flat, ...],
+    two_versions: bool = False,
+    copies: Mapping[int, Iterable[int]] | None = None,
+) -> Mapping[str, int]:
+    """Keys and sizes of what is always at home; `copies` are, by layer, the devices that have one of their own."""
+    sizes: dict[str, int] = {}
+    for layer in range(frame.num_layers):
+        if frame.constants[layer].num_bytes:
+            sizes[f"constant {layer}"] = frame.constants[layer].num_bytes
+        holders = [{}] if copies is None or layer not in copies else [{layer: device} for device in copies[layer]]
+        for holder in holders:
+            names = HomeNames(holder, two_versions)
+            if frame.weights[layer].num_bytes:
+                sizes |= dict.fromkeys((names.weight(layer, 0), names.weight(layer, 1)), frame.weights[layer].num_bytes)
+            if states[layer].num_bytes:
+                sizes[names.state(layer)] = states[layer].num_bytes
+    return sizes
 
 
 def unused_sizes(chain: Chain) -> Mapping[str, int]:

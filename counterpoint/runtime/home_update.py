@@ -13,8 +13,9 @@ from torch import Tensor
 
 from counterpoint.core.task import Update, grad
 from counterpoint.runtime.disk import Disk
+from counterpoint.runtime.disk_extents import BLOCK_BYTES, round_to_blocks
 from counterpoint.runtime.disk_transfer import Transfer
-from counterpoint.runtime.frame import BLOCK_BYTES, Flat, Slot
+from counterpoint.runtime.frame import Flat, Slot
 from counterpoint.runtime.memory import Region
 from counterpoint.runtime.optimizer import UpdateRule
 from counterpoint.runtime.store import Store
@@ -92,13 +93,13 @@ class HomeUpdate:
 
     def _write_single(self, key: str, slot: Slot, content: Tensor) -> None:
         self._region.tensor(slot.dtype, slot.shape).copy_(content)
-        self.store.disk.write(key, self._region.view(0, _blocks(slot.num_bytes)), slot.offset_bytes).wait()
+        self.store.disk.write(key, self._region.view(0, round_to_blocks(slot.num_bytes)), slot.offset_bytes).wait()
 
     def _write_zeros(self, key: str, slot: Slot) -> None:
-        size = min(_blocks(slot.num_bytes), self._region.num_bytes)
+        size = min(round_to_blocks(slot.num_bytes), self._region.num_bytes)
         self._region.tensor(torch.uint8, (size,)).zero_()
         for done in range(0, slot.num_bytes, max(size, 1)):
-            part = min(size, _blocks(slot.num_bytes - done))
+            part = min(size, round_to_blocks(slot.num_bytes - done))
             self.store.disk.write(key, self._region.view(0, part), slot.offset_bytes + done).wait()
 
 
@@ -131,10 +132,6 @@ def _slices(disk: Disk, sources: list[_Source], region: Region, fresh: bool) -> 
         turn.write()
     for turn in turns:
         turn.wait()
-
-
-def _blocks(num_bytes: int) -> int:
-    return -(-num_bytes // BLOCK_BYTES) * BLOCK_BYTES
 
 
 class _Turn:
@@ -172,5 +169,5 @@ class _Turn:
 
     def _move(self, move: object, source: _Source, offset: int) -> None:
         itemsize = source.slot.dtype.itemsize
-        view = self.region.view(offset, _blocks(self.count * itemsize))
+        view = self.region.view(offset, round_to_blocks(self.count * itemsize))
         self.pending.append(move(source.key, view, source.slot.offset_bytes + self.start * itemsize))  # type: ignore[operator]

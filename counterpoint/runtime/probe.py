@@ -91,12 +91,6 @@ def probe_disk(folder: str | Path, num_bytes: int = 256 << 20) -> DiskSpeed:
         return _disk_speed(disk)
 
 
-def probe_contention(folder: str | Path, num_threads: int) -> int:
-    """By how many percent longer a GEMM takes while the disk is read and written at full speed."""
-    with _busy_disk(Path(folder), 4 * _PIECE_BYTES) as disk:
-        return _contention(disk, num_threads)
-
-
 def available_cores() -> int:
     """Cores this process may use: its affinity, and the CPU quota of its cgroups rounded up."""
     cores = len(os.sched_getaffinity(0))

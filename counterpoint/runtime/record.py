@@ -2,18 +2,18 @@
 
 import itertools
 import time
+from collections.abc import Callable
 
 from counterpoint.core.task import Task
 from counterpoint.core.timeline import MemoryPoint, Span
 from counterpoint.runtime.lanes import Job
-from counterpoint.runtime.memory_process import resident_bytes
 
 
 class Record:
-    """When each task of a device ran, and what the process occupied after each computation; times from `origin_ns`."""
+    """When each task of a device ran, and what was in use after each computation; times from `origin_ns`."""
 
-    def __init__(self, device: int) -> None:
-        self.device = device
+    def __init__(self, device: int, used_bytes: Callable[[], int]) -> None:
+        self.device, self._used_bytes = device, used_bytes
         self.origin_ns = time.monotonic_ns()
         self.spans: list[Span] = []
         self.memory: list[MemoryPoint] = []
@@ -22,7 +22,7 @@ class Record:
         start, end = job.start_ns - self.origin_ns, job.end_ns - self.origin_ns
         self.spans.append(Span(self.device, job.lane, task, start, end, job.step, job.blocker))
         if job.lane == "compute":
-            self.memory.append(MemoryPoint(f"device {self.device}", end, resident_bytes()))
+            self.memory.append(MemoryPoint(f"device {self.device}", end, self._used_bytes()))
 
     def forget_before(self, step: int) -> None:
         """A long run keeps only the record of its last steps."""

@@ -4,34 +4,34 @@ Autograd asks for its tensors through hooks. Weights are remembered by name, bec
 backward comes; everything else by the storage it lies in, so that views are kept once.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 
-FindWeight = Callable[[Tensor], Any]
+from counterpoint.core.task import Buffer
+from counterpoint.runtime.strides import Form, restrided
+
+WeightName = tuple[Buffer, str]
 
 
-@dataclass(slots=True)
+@dataclass(frozen=True, slots=True)
 class _View:
     """A tensor as a view of a kept storage."""
 
     storage: int
-    dtype: torch.dtype
-    shape: torch.Size
-    stride: tuple[int, ...]
+    form: Form
     offset: int
 
 
 @dataclass(frozen=True, slots=True)
-class WeightView:
+class _WeightView:
     """A saved tensor that is a weight or a view of one."""
 
-    key: Any
-    shape: torch.Size
-    stride: tuple[int, ...]
+    name: WeightName
+    form: Form
     offset: int
 
 
@@ -53,22 +53,42 @@ class SavedTensors:
             content = torch.empty(0, dtype=torch.uint8).set_(storage)
             self.storages.append(content.clone() if copied else content)
             self.sizes.append(storage.nbytes())
-        return _View(self._known[address], tensor.dtype, tensor.shape, tensor.stride(), int(tensor.storage_offset()))
+        return _View(self._known[address], Form.of(tensor), int(tensor.storage_offset()))
 
     def tensor(self, view: _View) -> Tensor:
         assert self.storages is not None, "saved tensors are used while they are at home"
-        return restrided(self.storages[view.storage], view.dtype, view.shape, view.stride, view.offset)
-
-    @property
-    def num_bytes(self) -> int:
-        return sum(self.sizes)
+        return restrided(self.storages[view.storage], view.form, view.offset)
 
     def drop(self) -> None:
         self.storages = None
         self._known = {}
 
 
-def restrided(storage: Tensor, dtype: torch.dtype, shape: torch.Size, stride: tuple[int, ...], offset: int) -> Tensor:
-    """A tensor over the bytes of a storage."""
-    size = storage.numel() // dtype.itemsize * dtype.itemsize
-    return torch.as_strided(storage[:size].view(dtype), shape, stride, offset)
+def saving(
+    kept: SavedTensors,
+    weights: Mapping[int, WeightName],
+    apart: set[int],
+    is_lent: Callable[[Tensor], bool],
+    find_weight: Callable[[WeightName], Tensor],
+) -> saved_tensors_hooks:
+    """Within it autograd keeps its tensors in `kept`, except `weights`, by address, and what lies `apart` and stays."""
+
+    def pack(tensor: Tensor) -> object:
+        address = tensor.untyped_storage().data_ptr()
+        if address in weights:
+            return _WeightView(weights[address], Form.of(tensor), int(tensor.storage_offset()))
+        if address in apart or not tensor.numel():
+            return tensor
+        return kept.keep(tensor, copied=is_lent(tensor))
+
+    def unpack(handle: object) -> Tensor:
+        match handle:
+            case Tensor():
+                return handle
+            case _WeightView():
+                return find_weight(handle.name).as_strided(handle.form.shape, handle.form.stride, handle.offset)
+            case _:
+                assert isinstance(handle, _View)
+                return kept.tensor(handle)
+
+    return saved_tensors_hooks(pack, unpack)

@@ -5,21 +5,22 @@ born wherever torch makes them and come back from home as regions.
 """
 
 import threading
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from math import prod
 
 import torch
 from torch import Tensor
 
-from counterpoint.core.errors import ExecutionError
-from counterpoint.core.task import Buffer, BufferKind
+from counterpoint.core.task import Buffer
 from counterpoint.runtime.backend import CPU, Backend
 from counterpoint.runtime.disk import Disk
-from counterpoint.runtime.frame import BLOCK_BYTES, Flat, Frame
+from counterpoint.runtime.disk_extents import round_to_blocks
+from counterpoint.runtime.frame import Flat, Frame
 from counterpoint.runtime.home_names import HomeNames
 from counterpoint.runtime.memory import Pool, Region
-from counterpoint.runtime.saved import SavedTensors, restrided
+from counterpoint.runtime.saved import SavedTensors
+from counterpoint.runtime.strides import Form, restrided, spanned
 from counterpoint.runtime.versions import Versions
 
 STAGING_BYTES = 8 << 20
@@ -32,16 +33,6 @@ class _Held:
 
     tensor: Tensor
     region: Region | None = None
-
-
-@dataclass(slots=True)
-class _Form:
-    """How a value at home is to be seen again."""
-
-    dtype: torch.dtype
-    shape: torch.Size
-    stride: tuple[int, ...]
-    num_bytes: int
 
 
 @dataclass(slots=True)
@@ -79,7 +70,7 @@ class Store:
         self.stopped: Callable[[], bool] = lambda: False
         self.regions: dict[Buffer, Region] = {}
         self.values: dict[Buffer, _Held] = {}
-        self.forms: dict[Buffer, _Form] = {}
+        self.forms: dict[Buffer, Form] = {}
         self.saved: dict[Buffer, SavedTensors] = {}
         self.saved_regions: dict[Buffer, Region] = {}
         self.lent: set[int] = set()
@@ -156,7 +147,7 @@ class Store:
     def _evict_flat(self, buffer: Buffer) -> None:
         key, num_bytes = self.key(buffer), self.flat(buffer).num_bytes
         if buffer.kind == "grad":
-            self._make_room(key, num_bytes)
+            self._reserve(key, num_bytes)
         if num_bytes:  # an optimizer may keep no state
             disk = self.passing if buffer.kind == "grad" else self.disk
             disk.write(key, self.regions[buffer]).wait()
@@ -212,20 +203,20 @@ class Store:
 
     def _load_saved(self, buffer: Buffer) -> None:
         saved = self.saved[buffer]
-        region = self._read_back(self.key(buffer), sum(_blocks(size) for size in saved.sizes))
+        region = self._read_back(self.key(buffer), sum(round_to_blocks(size) for size in saved.sizes))
         storages, offset = [], 0
         for size in saved.sizes:
             storages.append(region.tensor(torch.uint8, (size,), offset))
-            offset += _blocks(size)
+            offset += round_to_blocks(size)
         saved.storages = storages
         self.saved_regions[buffer] = region
 
     def _load_value(self, buffer: Buffer) -> None:
         form = self.forms[buffer]
-        region = self._read_back(self.key(buffer), _blocks(form.num_bytes))
+        region = self._read_back(self.key(buffer), round_to_blocks(form.num_bytes))
         storage = region.tensor(torch.uint8, (form.num_bytes,))
         self.lent.add(region.address)
-        self.values[buffer] = _Held(restrided(storage, form.dtype, form.shape, form.stride, 0), region)
+        self.values[buffer] = _Held(restrided(storage, form), region)
 
     def _read_back(self, key: str, num_bytes: int) -> Region:
         region = self.pool.allocate(num_bytes)
@@ -236,13 +227,10 @@ class Store:
     def _evict_value(self, buffer: Buffer) -> None:
         """Keep the strides: kernels may round differently on another layout."""
         tensor = self.values[buffer].tensor
-        size = 1 + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride(), strict=True)) if tensor.numel() else 0
-        num_bytes = size * tensor.element_size()
-        flat = torch.as_strided(tensor, (size,), (1,)).view(torch.uint8)
-        self.forms[buffer] = _Form(tensor.dtype, tensor.shape, tensor.stride(), num_bytes)
-        self._write_pieces(self.key(buffer), [flat])
+        self.forms[buffer] = Form.of(tensor)
+        self._write_pieces(self.key(buffer), [spanned(tensor).view(torch.uint8)])
 
-    def _make_room(self, key: str, num_bytes: int) -> None:
+    def _reserve(self, key: str, num_bytes: int) -> None:
         """An extent of at least this size; extents of a key keep their size from step to step."""
         if self.passing_keys.get(key, -1) >= num_bytes:
             return
@@ -254,8 +242,8 @@ class Store:
     def _write_pieces(self, key: str, pieces: Iterable[Tensor]) -> None:
         """Copy byte tensors through two staging regions, one being filled while the other is written."""
         pieces = list(pieces)
-        total = sum(_blocks(piece.numel()) for piece in pieces)
-        self._make_room(key, total)
+        total = sum(round_to_blocks(piece.numel()) for piece in pieces)
+        self._reserve(key, total)
         pending: list[object] = [None, None]
         turn, filled, written = 0, 0, 0
         for piece in pieces:
@@ -263,7 +251,7 @@ class Store:
             while done < piece.numel():
                 part = min(piece.numel() - done, STAGING_BYTES - filled)
                 self.backend.copy_home(piece, done, self._staging[turn], filled, part)
-                done, filled = done + part, _blocks(filled + part)
+                done, filled = done + part, round_to_blocks(filled + part)
                 if filled >= STAGING_BYTES:
                     pending[turn] = self.passing.write(key, self._staging[turn].view(0, filled), written)
                     written, filled, turn = written + filled, 0, 1 - turn
@@ -285,71 +273,16 @@ class Store:
             self.counters.loaded_bytes += loaded
             self.counters.evicted_bytes += evicted
 
-    def fill(self, name: str, tensor: Tensor) -> None:
-        """Put a parameter's first content home."""
-        spec = self.frame.chain.parameters[name]
-        kind: BufferKind = "weight" if spec.requires_grad else "constant"
-        flat = (self.frame.weights if spec.requires_grad else self.frame.constants)[spec.owner]
-        slot = next(slot for slot in flat.slots if slot.name == name)
-        if tuple(tensor.shape) != slot.shape:
-            raise ExecutionError(f"parameter {name!r} has shape {tuple(tensor.shape)} here, {slot.shape} in the model")
-        source = tensor.detach().to(slot.dtype).contiguous().view(-1).view(torch.uint8)
-        self.write_place(self.names.lasting(Buffer(kind, spec.owner, 0)), slot.offset_bytes, source)
-
     def write_place(self, key: str, offset: int, source: Tensor) -> None:
         """Put bytes into a key's extent at home, from a whole block on."""
         staging = self._staging[0]
         for done in range(0, source.numel(), STAGING_BYTES):
             part = min(source.numel() - done, STAGING_BYTES)
             self.backend.copy_home(source, done, staging, 0, part)
-            self.disk.write(key, staging.view(0, _blocks(part)), offset + done).wait()
-
-    def read_parameter(self, name: str) -> Tensor:
-        """A copy of a parameter's content at home."""
-        spec = self.frame.chain.parameters[name]
-        kind: BufferKind = "weight" if spec.requires_grad else "constant"
-        flat = (self.frame.weights if spec.requires_grad else self.frame.constants)[spec.owner]
-        slot = next(slot for slot in flat.slots if slot.name == name)
-        return self.read_place(
-            self.names.lasting(Buffer(kind, spec.owner, 0)), slot.offset_bytes, slot.shape, slot.dtype
-        )
-
-    def read_state(self, layer: int) -> dict[str, Tensor]:
-        """Copies of a layer's optimizer state at home, by slot name; empty before its first update."""
-        if layer in self.fresh_states:
-            return {}
-        return {
-            slot.name: self.read_place(self.names.state(layer), slot.offset_bytes, slot.shape, slot.dtype)
-            for slot in self.states[layer].slots
-        }
+            self.disk.write(key, staging.view(0, round_to_blocks(part)), offset + done).wait()
 
     def read_place(self, key: str, offset: int, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """A copy of a tensor that lies in a key's extent at home, from a whole block on."""
         region = Region(max(prod(shape) * dtype.itemsize, 1))
         self.disk.read(key, region, offset).wait()
         return region.tensor(dtype, shape).clone()
-
-
-def home_sizes(
-    frame: Frame,
-    states: tuple[Flat, ...],
-    two_versions: bool = False,
-    copies: Mapping[int, Iterable[int]] | None = None,
-) -> Mapping[str, int]:
-    """Keys and sizes of what is always at home; `copies` are, by layer, the devices that have one of their own."""
-    sizes: dict[str, int] = {}
-    for layer in range(frame.num_layers):
-        if frame.constants[layer].num_bytes:
-            sizes[f"constant {layer}"] = frame.constants[layer].num_bytes
-        holders = [{}] if copies is None or layer not in copies else [{layer: device} for device in copies[layer]]
-        for holder in holders:
-            names = HomeNames(holder, two_versions)
-            if frame.weights[layer].num_bytes:
-                sizes |= dict.fromkeys((names.weight(layer, 0), names.weight(layer, 1)), frame.weights[layer].num_bytes)
-            if states[layer].num_bytes:
-                sizes[names.state(layer)] = states[layer].num_bytes
-    return sizes
-
-
-def _blocks(num_bytes: int) -> int:
-    return -(-num_bytes // BLOCK_BYTES) * BLOCK_BYTES

@@ -7,13 +7,13 @@ slice of them, and handed out as they are: every device has the same bits.
 
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
 from counterpoint.core.errors import ExecutionError
+from counterpoint.runtime.strides import Form, spanned
 
 SLICE_BYTES = 4 << 20
 _VALUES, _SUMS, _LOSSES, _NORMS = 1, 2, 3, 4
@@ -23,25 +23,6 @@ _DTYPES = (
     torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8,
     torch.uint8, torch.bool, torch.complex64, torch.complex128,
 )  # fmt: skip
-
-
-@dataclass(frozen=True, slots=True)
-class Form:
-    """How the bytes of a message are to be seen: kernels may round differently on other strides."""
-
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-
-    @property
-    def num_elements(self) -> int:
-        if 0 in self.shape:
-            return 0
-        return 1 + sum((size - 1) * stride for size, stride in zip(self.shape, self.stride, strict=True))
-
-    @property
-    def num_bytes(self) -> int:
-        return self.num_elements * self.dtype.itemsize
 
 
 class Counters:
@@ -78,7 +59,7 @@ class Transport:
 
     def send(self, what: object, tensor: Tensor | None, peer: int) -> None:
         """`what` is the kind and owner of the value; None if it has none here."""
-        form = None if tensor is None else Form(tensor.dtype, tuple(tensor.shape), tensor.stride())
+        form = None if tensor is None else Form.of(tensor)
         key = (peer, what)
         if key not in self._sent:
             _send(_header(form), peer, _VALUES)
@@ -86,8 +67,7 @@ class Transport:
         elif self._sent[key] != form:
             raise ExecutionError(f"{what} was {self._sent[key]} and is {form} here; its layout must not change")
         if tensor is not None and form is not None and form.num_elements:
-            flat = torch.as_strided(tensor, (form.num_elements,), (1,))
-            _send(_plain(flat), peer, _VALUES)
+            _send(_plain(spanned(tensor)), peer, _VALUES)
             self.counters.count(sent=form.num_bytes)
 
     def post(self, what: object, peer: int) -> Callable[[], Tensor | None]:

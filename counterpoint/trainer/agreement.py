@@ -104,14 +104,14 @@ def decide_together(
 
 def share_buffers(peers: Peers, duties: Duties, compute: Compute) -> None:
     """Buffers that layers mutate are those of the first device that runs the layer, on every device."""
-    owned: dict[str, tuple[int, str]] = {}
+    runners: dict[str, int] = {}
     for layer in compute.chain.layers:
-        owned |= {name: (duties.runners[layer.index][0], name) for name in layer.mutates}
-    if not owned:
+        runners |= dict.fromkeys(layer.mutates, duties.runners[layer.index][0])
+    if not runners:
         return
-    own = {n: _packed(compute.buffers[n]) for n, (device, _) in owned.items() if device == peers.device}
+    own = {name: _packed(compute.buffers[name]) for name, device in runners.items() if device == peers.device}
     found = peers.gather("the buffers", own)
-    for name, (device, _) in owned.items():
+    for name, device in runners.items():
         if device != peers.device:
             like = compute.buffers[name]
             data = bytearray(base64.b64decode(found[device][name]))

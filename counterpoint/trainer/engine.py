@@ -24,7 +24,7 @@ from counterpoint.runtime.compute import Compute, Step
 from counterpoint.runtime.disk import Disk
 from counterpoint.runtime.duties import duties_of
 from counterpoint.runtime.executor import Executor
-from counterpoint.runtime.home import unused_sizes
+from counterpoint.runtime.home import home_sizes, unused_sizes
 from counterpoint.runtime.home_update import STAGING_BYTES as HOME_STAGING_BYTES
 from counterpoint.runtime.home_update import HomeUpdate
 from counterpoint.runtime.memory_process import (
@@ -36,7 +36,7 @@ from counterpoint.runtime.memory_process import (
 )
 from counterpoint.runtime.peers import Peers
 from counterpoint.runtime.rescue import bring_home, discard
-from counterpoint.runtime.store import STAGING_BYTES, Store, home_sizes
+from counterpoint.runtime.store import STAGING_BYTES, Store
 from counterpoint.runtime.transport import SLICE_BYTES, Transport
 from counterpoint.trainer.agreement import agree, decide_together, share_buffers, shared
 from counterpoint.trainer.chosen_plan import ChosenPlan

@@ -8,10 +8,9 @@ from pathlib import Path
 from counterpoint.core.errors import ExecutionError
 from counterpoint.runtime.disk import Disk
 from counterpoint.runtime.duties import Duties
-from counterpoint.runtime.home import unused_sizes
+from counterpoint.runtime.home import home_sizes, unused_sizes
 from counterpoint.runtime.home_names import HomeNames
 from counterpoint.runtime.peers import Peers
-from counterpoint.runtime.store import home_sizes
 from counterpoint.runtime.versions import Versions
 from counterpoint.trainer.parts import Parts
 

@@ -5,15 +5,14 @@ from pathlib import Path
 
 import torch
 
-from counterpoint.core.plan import POLICIES, Plan
+from counterpoint.core.plan import POLICIES, SCHEDULES, Plan
 from counterpoint.core.units import parse_bytes
+from counterpoint.passes.residency import RESIDENCIES
 from counterpoint.planner.search import Freedom
 from counterpoint.runtime.memory_process import memory_limit_bytes
 
 PRECISIONS: dict[str, torch.dtype | None] = {"fp32": None, "bf16": torch.bfloat16}
-SCHEDULES = ("harmony", "plain")
-SCHEDULES_OF_SEVERAL = ("plain", "harmony", "harmony_pp", "model_parallel", "gpipe", "flush", "2bw")
-RESIDENCIES = ("planned", "lru")
+SCHEDULES_OF_ONE = ("harmony", "plain")
 _DOUBLING_PERMILLE = 20  # seen: equal by the profile, and a tenth slower for twice the microbatch
 DEFAULT_SHARE_PERCENT = 80  # of the machine's memory, when no budget is given
 
@@ -87,12 +86,12 @@ def _refuse_bad_sizes(
 
 
 def _refuse_schedule(schedule: str, num_devices: int, replicas: int | None) -> None:
-    if num_devices == 1 and schedule in SCHEDULES_OF_SEVERAL and schedule not in SCHEDULES:
+    if num_devices == 1 and schedule in SCHEDULES and schedule not in SCHEDULES_OF_ONE:
         raise ValueError(
             f"{schedule} needs several devices and this is one process; start it with torchrun or counterpoint train "
             "--devices"
         )
-    _refuse_unknown("schedule", schedule, SCHEDULES if num_devices == 1 else SCHEDULES_OF_SEVERAL)
+    _refuse_unknown("schedule", schedule, SCHEDULES_OF_ONE if num_devices == 1 else SCHEDULES)
     if replicas is not None and (replicas < 1 or num_devices % replicas):
         raise ValueError(f"{num_devices} devices do not divide into {replicas} replicas")
 
@@ -100,7 +99,7 @@ def _refuse_schedule(schedule: str, num_devices: int, replicas: int | None) -> N
 def _refuse_other_plan(plan: Plan | None, minibatch_size: int, num_devices: int, clipping: bool) -> None:
     if plan is None:
         return
-    known = SCHEDULES if num_devices == 1 else SCHEDULES_OF_SEVERAL
+    known = SCHEDULES_OF_ONE if num_devices == 1 else SCHEDULES
     if plan.minibatch_size != minibatch_size:
         raise ValueError(f"the plan is for minibatches of {plan.minibatch_size}, the example has {minibatch_size}")
     if plan.schedule not in known or plan.num_devices != num_devices:

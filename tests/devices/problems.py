@@ -17,6 +17,7 @@ from counterpoint.runtime.backend import Cpu
 from counterpoint.runtime.memory import Pool
 from counterpoint.schedules import write_program
 from counterpoint.trainer import engine
+from tests.home import read_parameters
 
 MEMORY = "4GiB"
 NUM_LAYERS = 6
@@ -204,7 +205,7 @@ def weights_of(trainer: Trainer) -> dict[str, Tensor]:
     trainer.settle()
     if trainer.peers is not None:
         trainer.peers.barrier("read")
-    found = {n: trainer.store.read_parameter(n) for n, s in trainer.chain.parameters.items() if s.owner >= 0}
+    found = read_parameters(trainer.store)
     if trainer.peers is not None:
         trainer.peers.barrier("have read")
     return found | dict(trainer.compute.buffers)

@@ -26,17 +26,20 @@ from counterpoint.runtime.compute import Compute, Step
 from counterpoint.runtime.disk import Disk
 from counterpoint.runtime.executor import Executor
 from counterpoint.runtime.frame import Flat, Frame, frame_of
+from counterpoint.runtime.home import home_sizes, unused_sizes
 from counterpoint.runtime.home_update import HomeUpdate
 from counterpoint.runtime.memory import Pool
 from counterpoint.runtime.optimizer import UpdateRule
-from counterpoint.runtime.store import Store, home_sizes
+from counterpoint.runtime.store import Store
 from counterpoint.schedules import write_program
+from counterpoint.trainer.initial_weights import fill
+from tests.home import read_parameters, read_states
+from tests.small_models import Batch
 
 NUM_STEPS = 5
 ALL_FITS = 1000.0
 POOL_SLACK_BYTES = 1 << 20  # blocks: a buffer of a few bytes takes a page
 
-Batch = dict[str, Tensor]
 States = dict[str, dict[str, Any]]
 
 
@@ -172,19 +175,16 @@ def train(problem: Problem, setting: Setting, folder: Path) -> Trained:
     costs = Costs(profile, plan)
     program = placed(write_program(plan, frame.outline), costs, plan, setting)
     refuse(program, costs)
-    with Disk(folder, home_sizes(frame, states), scratch_bytes=0) as disk:
+    with Disk(folder, {**home_sizes(frame, states), **unused_sizes(chain)}, scratch_bytes=0) as disk:
         pool = Pool(max(program.budgets) + POOL_SLACK_BYTES)
         store = Store(frame, states, disk, pool, plan.num_microbatches)
-        for name, parameter in model.named_parameters():
-            if chain.parameters[name].owner >= 0:
-                store.fill(name, parameter)
-        buffers = {name: buffer.detach().clone() for name, buffer in model.named_buffers()}
+        buffers = fill(store, model, None, setting.seed)
         compute = Compute(
             frame, store, rule, buffers, plan.num_microbatches, setting.seed, problem.autocast, problem.max_grad_norm
         )
         compute.updates.home = HomeUpdate(store, rule) if plan.host_layers else None
         losses, moved = _run(program, Executor(store, compute, costs, max(program.budgets)), problem, setting, schedule)
-        return Trained(_outcome(model, store, rule, buffers, losses), program, costs, store, moved)
+        return Trained(_outcome(store, rule, buffers, losses), program, costs, store, moved)
 
 
 _chains: dict[object, tuple[Chain, Frame]] = {}
@@ -273,17 +273,11 @@ def _run(
     return losses, moved
 
 
-def _outcome(
-    model: nn.Module, store: Store, rule: UpdateRule, buffers: dict[str, Tensor], losses: list[list[float]]
-) -> Outcome:
-    chain = store.frame.chain
-    used = [name for name, spec in chain.parameters.items() if spec.owner >= 0]
+def _outcome(store: Store, rule: UpdateRule, buffers: dict[str, Tensor], losses: list[list[float]]) -> Outcome:
     states: States = {name: dict(scalars) for name, scalars in rule.scalars.items()}
-    for layer in range(store.frame.num_layers):
-        for slot, tensor in store.read_state(layer).items():
-            name, _, key = slot.rpartition("\0")
-            states.setdefault(name, {})[key] = tensor
-    return Outcome({name: store.read_parameter(name) for name in used}, states, buffers, losses)
+    for name, tensors in read_states(store).items():
+        states.setdefault(name, {}).update(tensors)
+    return Outcome(read_parameters(store), states, buffers, losses)
 
 
 def differences(found: Outcome, expected: Outcome) -> list[str]:

@@ -14,7 +14,7 @@ from counterpoint.core.check import check
 from counterpoint.core.costs import Costs
 from counterpoint.core.errors import BudgetError
 from counterpoint.core.homes import single_home
-from counterpoint.core.plan import SCHEDULES, Plan, equal_packs
+from counterpoint.core.plan import POLICIES, SCHEDULES, Plan, equal_packs
 from counterpoint.core.profile import Curve, LayerCost, Profile, ValueCost
 from counterpoint.core.program import Program
 from counterpoint.core.task import Evict, Load, weight
@@ -22,7 +22,6 @@ from counterpoint.passes.residency import place, smallest_budgets
 from counterpoint.schedules import write_program
 
 PIPELINES = ("model_parallel", "gpipe", "flush", "2bw")
-POLICIES = ("recompute", "keep", "evict")
 ENOUGH = 2**40
 CASES = [
     (schedule, policy)

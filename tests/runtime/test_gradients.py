@@ -2,7 +2,8 @@
 
 import torch
 
-from counterpoint.runtime.gradients import Entrance, added, copied, discarding, span
+from counterpoint.runtime.gradients import Entrance, discarding
+from counterpoint.runtime.strides import Form, added, copied
 
 
 def test_an_entrance_takes_down_what_arrives_in_its_layout() -> None:
@@ -29,7 +30,7 @@ def test_copies_keep_strides() -> None:
         assert torch.equal(copy, tensor)
         assert copy.stride() == tensor.stride()
         assert copy.untyped_storage().data_ptr() != tensor.untyped_storage().data_ptr() or not tensor.numel()
-    assert span(base[:, 1:3]) == 3 * 6 + 2
+    assert Form.of(base[:, 1:3]).num_elements == 3 * 6 + 2
 
 
 def test_sums_are_made_in_place_where_elements_have_memory_of_their_own() -> None:

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from counterpoint import Trainer
+from tests.home import read_parameters
 
 MEMORY = "4GiB"
 MICROBATCH = 2
@@ -92,8 +93,7 @@ def plain_loop(model: nn.Module, optimizer: torch.optim.Optimizer, data: Iterabl
 def tensors(trained: Trainer) -> dict[str, Tensor]:
     """Every parameter and buffer at the end."""
     trained.settle()
-    found = {n: trained.store.read_parameter(n) for n, s in trained.chain.parameters.items() if s.owner >= 0}
-    return found | dict(trained.compute.buffers)
+    return read_parameters(trained.store) | dict(trained.compute.buffers)
 
 
 def assert_same(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:

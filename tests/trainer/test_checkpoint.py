@@ -17,6 +17,7 @@ from torch import Tensor
 from counterpoint import ExecutionError, Trainer
 from counterpoint.runtime.plain_values import decode, encode
 from counterpoint.runtime.whole_folder import recover, whole_folder
+from tests.home import read_states
 
 from .nets import Net, adam, assert_same, batches, net, tensors, trainer
 
@@ -31,8 +32,8 @@ def straight(folder: Path, steps: int) -> dict[str, Tensor]:
 def state(trained: Trainer) -> dict[str, Tensor]:
     """Weights, buffers and optimizer state."""
     found = tensors(trained)
-    for layer in range(trained.frame.num_layers):
-        found |= trained.store.read_state(layer)
+    for name, states in read_states(trained.store).items():
+        found |= {f"{name}:{key}": tensor for key, tensor in states.items()}
     return found
 
 

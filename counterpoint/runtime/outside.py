@@ -9,42 +9,42 @@ from counterpoint.runtime.store import FLAT_KINDS, Store
 _WIDENING = 4  # of a transformer's block, inside
 
 
-class Room:
-    """Knows which buffers lie outside the pool, where torch made them, and shrinks the pool by as much."""
+class Outside:
+    """Device memory outside the pool, where torch makes values: the pool shrinks by as much as lies there."""
 
     def __init__(self, store: Store, costs: Costs, budget: int, headroom: Headroom | None) -> None:
         self.store, self.costs, self.budget, self.headroom = store, costs, budget, headroom
-        self.outside: dict[Buffer, int] = {}
+        self.buffers: dict[Buffer, int] = {}
 
-    def for_computation(self, task: Forward | Backward) -> None:
+    def before_computation(self, task: Forward | Backward) -> None:
         """Unmap free regions where torch is about to allocate outside the pool."""
         born = 0
         for buffer in writes(task, self.store.frame.outline):
             if buffer.kind not in FLAT_KINDS and buffer not in self.store.values:
-                self.outside[buffer] = self.costs.buffer_bytes(buffer)
-                born += self.outside[buffer]
+                self.buffers[buffer] = self.costs.buffer_bytes(buffer)
+                born += self.buffers[buffer]
         workspace = self.costs.workspace_bytes(task)
-        self.store.pool.shrink(max(0, self.budget - sum(self.outside.values()) - workspace))
+        self.store.pool.shrink(max(0, self.budget - sum(self.buffers.values()) - workspace))
         if self.headroom:
-            outside = sum(self.outside.values()) - born
+            outside = sum(self.buffers.values()) - born
             needed = born + self.headroom.workspace_bytes(task)
             self.headroom.compute(needed, self._fresh_bytes(task, needed), self.store.pool.mapped_bytes + outside)
 
-    def for_load(self, buffer: Buffer) -> None:
+    def before_load(self, buffer: Buffer) -> None:
         if self.headroom:
             self.headroom.load(self.costs.buffer_bytes(buffer))
 
-    def for_arrival(self, buffer: Buffer) -> None:
+    def before_arrival(self, buffer: Buffer) -> None:
         """What comes from a peer lies outside the pool."""
-        self.outside[buffer] = self.costs.buffer_bytes(buffer)
-        self.for_load(buffer)
+        self.buffers[buffer] = self.costs.buffer_bytes(buffer)
+        self.before_load(buffer)
 
     def dropped(self, buffer: Buffer) -> None:
-        self.outside.pop(buffer, None)
+        self.buffers.pop(buffer, None)
 
     def forget(self) -> None:
         """Nothing lies outside the pool any more."""
-        self.outside.clear()
+        self.buffers.clear()
 
     def _fresh_bytes(self, task: Forward | Backward, needed_bytes: int) -> int:
         """What of a computation's memory cannot come from the heap: tensors that are too large for it.
