@@ -30,7 +30,8 @@ from counterpoint.core.task import (
 )
 from counterpoint.decomposer.randomness import layer_seed
 from counterpoint.runtime.frame import Frame
-from counterpoint.runtime.gradients import Entrance, collect, discarding
+from counterpoint.runtime.gradients import Entrance, before_each, collect, discarding
+from counterpoint.runtime.memory_process import Headroom
 from counterpoint.runtime.optimizer import UpdateRule
 from counterpoint.runtime.saved import SavedTensors, saving
 from counterpoint.runtime.step import Step
@@ -80,7 +81,7 @@ class Compute:
         self.backend = store.backend
         self.num_losses = num_microbatches
         self.on_losses: Callable[[Step], None] = _nothing
-        self.between_layers: Callable[[], None] = lambda: None
+        self.headroom: Headroom | None = None
 
     def forward(self, task: Forward) -> None:
         """Run layers; leave the values that others read, and graphs where saved tensors are kept."""
@@ -96,7 +97,7 @@ class Compute:
             self._pass_on(layer, outputs, values, task.microbatch)
             self._forget_used(layer, values, keep)
             del outputs
-            self.between_layers()
+            self._relieve()
         for value in keep:
             tensor = values[value]
             lent = self.store.is_lent(tensor) or self._is_weight(tensor, task)
@@ -113,12 +114,16 @@ class Compute:
                 self._pass_on(layer, outputs, values, task.microbatch)
                 self._forget_used(layer, values, set())
                 del outputs
-                self.between_layers()
+                self._relieve()
         inside: dict[int, Tensor] = {}
         for layer in range(task.last, task.first - 1, -1):
             self._differentiate(layer, task, inside)
             self.forwarded.pop((layer, task.microbatch), None)
-            self.between_layers()
+            self._relieve()
+
+    def _relieve(self) -> None:
+        if self.headroom:
+            self.headroom.relieve()
 
     def norm(self, task: Norm) -> None:
         self.updates.norm(task, self.steps[task.step])
@@ -253,6 +258,8 @@ class Compute:
         if not roots:
             return
         hooks = collect(graph.parameters, task.step, self.frame, self.store, self.started)
+        if self.headroom and self.headroom.tight:
+            hooks += before_each(roots, self.headroom.relieve)
         torch.autograd.backward(roots, seeds)
         for hook in hooks:
             hook.remove()

@@ -4,11 +4,12 @@ A leaf would lay its gradient out like itself, and kernels may round differently
 its layer through a node that only takes down what arrives.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge, Node
 from torch.utils.hooks import RemovableHandle
 
 from counterpoint.core.task import Buffer, grad
@@ -72,6 +73,20 @@ def collect(
         else:
             copy = _copier(targets[buffer][name], name, started[buffer])
             hooks.append(leaf.register_post_accumulate_grad_hook(copy))  # type: ignore[no-untyped-call]
+    return hooks
+
+
+def before_each(roots: Iterable[GradientEdge], call: Callable[[], None]) -> list[RemovableHandle]:
+    """Let autograd call something before each operation of a backward."""
+    hooks: list[RemovableHandle] = []
+    known: set[Node] = set()
+    waiting = [root.node for root in roots]
+    while waiting:
+        node = waiting.pop()
+        if node not in known:
+            known.add(node)
+            hooks.append(node.register_prehook(lambda grads: call()))
+            waiting += [following for following, _ in node.next_functions if following is not None]
     return hooks
 
 

@@ -133,14 +133,15 @@ class Headroom:
 
     What a computation allocates comes from free pages as far as they go, except tensors that are too large for the
     heap. `expected_bytes` is what the process will occupy when the computation under way has allocated all it needs;
-    loads beside it leave room for that.
+    loads beside it leave room for that. Where its large tensors would not fit beside as much that was freed, it is
+    `tight` and must be relieved not only between layers but before each operation.
     """
 
     def __init__(self, base_bytes: int, budget_bytes: int, workspace_bytes: Callable[[Task], int]) -> None:
         """`base_bytes` is what the process itself takes beside the budget, `workspace_bytes` what a task does."""
         self.base_bytes, self.limit_bytes = base_bytes, base_bytes + budget_bytes
         self.workspace_bytes = workspace_bytes
-        self.expected_bytes = 0
+        self.expected_bytes = self._coming_bytes = 0
 
     def compute(self, num_bytes: int, fresh_bytes: int, held_bytes: int) -> None:
         """A computation begins that needs so many bytes, some of them fresh, beside so many of the budget."""
@@ -152,10 +153,15 @@ class Headroom:
             trim()
             resident, growth = resident_bytes(), num_bytes
         self.expected_bytes = resident + growth
+        self._coming_bytes = fresh_bytes if self.expected_bytes + fresh_bytes > self.limit_bytes else 0
+
+    @property
+    def tight(self) -> bool:
+        return self._coming_bytes > 0
 
     def relieve(self) -> None:
-        """Between the layers of a computation: free pages that lie in the way of its own limit go back."""
-        if resident_bytes() > self.limit_bytes:
+        """Within a computation: free pages that lie in the way of what may come go back."""
+        if resident_bytes() + self._coming_bytes > self.limit_bytes:
             trim()
 
     def load(self, num_bytes: int) -> None:

@@ -1,8 +1,9 @@
 """Gradients keep their layout, share no memory with others, and are added up without writing where memory is shared."""
 
 import torch
+from torch.autograd.graph import get_gradient_edge
 
-from counterpoint.runtime.gradients import Entrance, discarding
+from counterpoint.runtime.gradients import Entrance, before_each, discarding
 from counterpoint.runtime.strides import Form, added, copied
 
 
@@ -48,3 +49,17 @@ def test_discarding_takes_the_kernels_of_training_and_keeps_nothing() -> None:
         output = torch.tanh(torch.randn(2, 4) @ weight)
     assert output.requires_grad
     assert kept == []
+
+
+def test_something_is_called_before_each_operation_of_a_backward() -> None:
+    """The first call comes before anything is computed, the last before the gradient of the leaf is added."""
+    leaf = torch.ones(3, requires_grad=True)
+    loss = (leaf * 2).exp().sum()
+    calls: list[bool] = []
+    hooks = before_each([get_gradient_edge(loss)], lambda: calls.append(leaf.grad is None))
+    loss.backward(retain_graph=True)
+    assert calls == [True] * 4  # sum, exp, mul and the leaf
+    for hook in hooks:
+        hook.remove()
+    loss.backward()
+    assert len(calls) == 4
