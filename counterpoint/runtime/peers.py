@@ -22,6 +22,7 @@ import torch._C._distributed_c10d
 import torch.distributed as dist
 
 from counterpoint.core.errors import ExecutionError
+from counterpoint.runtime.calls import Calls, disagreement
 
 BEAT_SECONDS = 0.5
 SILENCE_SECONDS = 8.0
@@ -49,12 +50,13 @@ class Peers:
             _join()
         self.device, self.count = dist.get_rank(), dist.get_world_size()
         self.failure: str | None = None
+        self.disagreement: str | None = None
         self.on_failure: Callable[[str], None] = lambda text: None
         self._said = False
         Peers._runs += 1
         prefix = f"counterpoint {Peers._runs}"
         self._asked, self._watch_store = _Asked(_store(prefix), self), _store(prefix)
-        self._calls = 0
+        self._questions, self._calls = 0, Calls()
         self._ended = threading.Event()
         self._beaten = time.monotonic()
         for work in (self._watch, self._oversee):
@@ -98,9 +100,13 @@ class Peers:
             self._asked.add("stop", step + STEPS_APART)
         return self._asked.check(["stop"]) and int(self._asked.get("stop")) <= step
 
+    def enter(self, call: str) -> None:
+        """The caller's next call: the pulse tells the others, and hears whether they make the same one."""
+        self._calls = self._calls.then(call)
+
     def _next(self) -> str:
-        self._calls += 1
-        return f"call {self._calls}"
+        self._questions += 1
+        return f"question {self._questions}"
 
     def _answer(self, key: str, device: int, what: str) -> Any:
         pause = _POLL_SECONDS[0]
@@ -111,10 +117,11 @@ class Peers:
             pause = min(pause * 1.3, _POLL_SECONDS[1])
         said, data = json.loads(self._asked.get(key))
         if said != what:
-            raise ExecutionError(
+            text = (
                 f"device {device} is at {said!r} where device {self.device} is at {what!r}; "
                 "every process must make the same calls in the same order"
             )
+            raise ExecutionError(self.explained(text))
         return data
 
     # ---- who lives
@@ -139,10 +146,10 @@ class Peers:
         heard = {device: (b"", time.monotonic()) for device in self.others}
         beats = 0
         while not self._ended.wait(BEAT_SECONDS):
-            beats += 1
+            beats, calls = beats + 1, self._calls
             try:
-                self._watch_store.set(f"pulse {self.device}", str(beats))
-                text = self._silent(heard)
+                self._watch_store.set(f"pulse {self.device}", json.dumps([beats, calls.count, calls.names]))
+                text = self._silent(heard) or self._disagreeing(calls, heard)
             except RuntimeError as error:
                 text = f"device 0 is gone: its rendezvous store does not answer ({_line(error)})"
             self._beaten = time.monotonic()
@@ -177,6 +184,16 @@ class Peers:
             elif now - since > SILENCE_SECONDS and not self._watch_store.check([f"parted {device}"]):
                 return f"device {device} has not answered for {now - since:.0f} s: it died, hangs or lost its network"
         return None
+
+    def _disagreeing(self, own: Calls, heard: dict[int, tuple[bytes, float]]) -> str | None:
+        known = {self.device: own}
+        for device, (pulse, _) in heard.items():
+            if pulse:
+                _, count, names = json.loads(pulse)
+                known[device] = Calls(count, tuple(names))
+        if not self._said:
+            self.disagreement = disagreement(known)
+        return self.disagreement
 
     def part(self) -> None:
         """Leave when the others leave too, device 0 last: it may hold the store. After a failure all hear of it."""

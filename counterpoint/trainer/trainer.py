@@ -3,7 +3,7 @@
 import contextlib
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -22,7 +22,6 @@ from counterpoint.runtime.checkpoint import Facts, read_checkpoint, read_facts, 
 from counterpoint.runtime.compute import Step
 from counterpoint.runtime.memory_process import keep_freed_memory, peak_resident_bytes, resident_bytes
 from counterpoint.runtime.optimizer import UpdateRule
-from counterpoint.runtime.peers import Peers, started_by_launcher
 from counterpoint.runtime.share import Share
 from counterpoint.simulator import simulate
 from counterpoint.trainer.agreement import agree_on_weights
@@ -31,6 +30,7 @@ from counterpoint.trainer.export import export_model
 from counterpoint.trainer.initial_weights import announce, fill
 from counterpoint.trainer.parts import Model, Parts, batch_size, microbatches, parts_of
 from counterpoint.trainer.statistics import Statistics, measured_timeline, waited, with_process
+from counterpoint.trainer.together import join, telling
 from counterpoint.trainer.wishes import PRECISIONS, Wishes, read_wishes
 
 RECORDED_STEPS = 16
@@ -80,8 +80,8 @@ class Trainer:
         self.optimizer = optimizer
         self._share: Share | None = None
         with contextlib.ExitStack() as stack:
-            self.peers = _join(stack, devices)
-            with _telling(self.peers):
+            self.peers = join(stack, devices)
+            with telling(self.peers):
                 facts = None if resume is None else read_facts(Path(resume))
                 parts = parts_of(model, optimizer, example, loss, PRECISIONS.get(precision))
                 self.minibatch_size = batch_size(parts.chain, example)
@@ -131,6 +131,7 @@ class Trainer:
         A loss that is not finite raises LossError. On a single device it leaves everything as it was before the step.
         Under 2bw the loss is that of the step before, not a number the first time.
         """
+        self._enter(f"step {self.step_count}")
         if (found := batch_size(self.chain, batch)) != self.minibatch_size:
             raise ModelError(
                 f"the batch has {found} samples, the example had {self.minibatch_size}; every step takes as many"
@@ -154,17 +155,26 @@ class Trainer:
 
     def evaluate(self, batch: Batch) -> float:
         """The mean loss of a batch of any size as in eval mode: nothing of the training is changed."""
+        self._enter("evaluate")
         size, count = self.plan.microbatch_size, batch_size(self.chain, batch)
         if not count:
             raise ModelError("the batch is empty: give at least one sample")
         sizes = [min(size, count - start) for start in range(0, count, size)]
-        self.settle()
+        self._settle()
         return self._engine.evaluate(microbatches(self.chain, batch, size), sizes, self.step_count)
 
     def settle(self) -> float:
         """Finish all steps and bring everything home: the state of the training is there. The newest step's loss."""
-        self._take_loss(self._engine.settle(self.step_count))
+        self._enter("settle")
+        self._settle()
         return self.loss
+
+    def _settle(self) -> None:
+        self._take_loss(self._engine.settle(self.step_count))
+
+    def _enter(self, call: str) -> None:
+        if self.peers is not None:
+            self.peers.enter(call)
 
     def agreed(self, wish: bool) -> bool:
         """Whether to stop, for loops on several devices: some steps after one of them wishes it, all hear the same.
@@ -177,7 +187,8 @@ class Trainer:
 
     def save(self, folder: str | Path, extra: Mapping[str, Any] | None = None) -> None:
         """Write a checkpoint, whole or not at all; `extra`, such as a scheduler's state_dict, comes back by `load`."""
-        self.settle()
+        self._enter("save")
+        self._settle()
         facts = Facts(
             step=self.step_count,
             data_position=self.data_position,
@@ -198,6 +209,7 @@ class Trainer:
 
         The steps that follow are bit for bit those that would have followed it, if microbatches have the same size.
         """
+        self._enter("load")
         facts = read_facts(Path(folder))
         _refuse_other_optimizer(facts, self.rule)
         with self._engine.replaced(self.step_count, f"loading {folder}"):
@@ -215,7 +227,8 @@ class Trainer:
 
     def export(self, folder: str | Path, max_shard: str | int = "5GB") -> None:
         """Write the model as safetensors in Hugging Face layout, in files of at most `max_shard`."""
-        self.settle()
+        self._enter("export")
+        self._settle()
         max_bytes = parse_bytes(max_shard)
         with self._engine.telling():
             export_model(Path(folder), self.model, self.store, self.compute.buffers, max_bytes, self._share)
@@ -249,7 +262,10 @@ class Trainer:
 
     def close(self) -> None:
         """End the threads and remove what lies in the disk folder; what was not saved or exported is gone."""
+        self._enter("close")
         self._stack.close()
+        if self.peers is not None and self.peers.disagreement is not None and self._engine.failure is None:
+            raise ExecutionError(self.peers.disagreement)  # the others still train
 
     def __enter__(self) -> "Trainer":
         return self
@@ -257,33 +273,12 @@ class Trainer:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if error is not None and self.peers is not None:
+        if error is None:
+            self.close()
+            return
+        if self.peers is not None:
             self.peers.fail(error)
-        self.close()
-
-
-def _join(stack: contextlib.ExitStack, devices: int | None) -> Peers | None:
-    """The other processes, if there are any."""
-    if not started_by_launcher():
-        if devices not in (None, 1):
-            raise ValueError(f"{devices} devices are as many processes, this is one: start it with torchrun")
-        return None
-    peers = Peers()
-    stack.callback(peers.part)
-    if devices not in (None, peers.count):
-        raise ValueError(f"{devices} devices are asked for and {peers.count} processes were started")
-    return peers
-
-
-@contextlib.contextmanager
-def _telling(peers: Peers | None) -> Iterator[None]:
-    """Whatever fails here is told to the others."""
-    try:
-        yield
-    except BaseException as error:
-        if peers is not None:
-            peers.fail(error)
-        raise
+        self._stack.close()
 
 
 def _refuse_other_optimizer(facts: Facts, rule: UpdateRule) -> None:

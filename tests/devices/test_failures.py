@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from counterpoint.runtime.calls import Calls, disagreement
 from tests.devices.launch import Crew
 from tests.devices.problems import Problem, Setting, act, replicated, staged
 from tests.devices.workers import differ, quarrel, stumble, train_for_ever
@@ -91,10 +92,37 @@ def test_processes_that_differ_are_named(problem: Problem, setting: Setting, say
     assert all("the processes differ: " in outcome.error and says in outcome.error for outcome in found), found
 
 
-def test_different_calls_are_named(tmp_path: Path) -> None:
-    with Crew(2, quarrel, PROBLEM, FLUSH, str(tmp_path / "home")) as crew:
-        found = crew.outcomes(60)
-    assert any("every process must make the same calls in the same order" in outcome.error for outcome in found), found
+@pytest.mark.parametrize(
+    ("setting", "calls", "says"),
+    [
+        (FLUSH, ("step", "save"), "device 0 is at step 2, device 1 at save; "),
+        (FLUSH, ("evaluate", "step"), "device 0 is at evaluate, device 1 at step 2; "),
+        (FLUSH, ("evaluate", "save"), "device 0 is at evaluate, device 1 at save; "),
+        (FLUSH, ("step", "close"), "device 0 is at step 2, device 1 at close; "),
+        (FLUSH, ("close", "step"), "device 0 is at close, device 1 at step 2; "),
+        (Setting(staged("2bw", PROBLEM)), ("save", "step"), "device 0 is at save, device 1 at step 2; "),
+        (HALVES, ("step", "export"), "device 0 is at step 2, device 1 at export; "),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, tuple) else "",
+)
+def test_different_calls_are_named(setting: Setting, calls: tuple[str, str], says: str, tmp_path: Path) -> None:
+    with Crew(2, quarrel, PROBLEM, setting, str(tmp_path / "home"), calls) as crew:
+        found = crew.results()
+    wanted = f"{says}every process must make the same calls in the same order"
+    assert all(wanted in text and seconds < SOON_SECONDS for text, seconds in found), found
+
+
+def test_calls_are_compared_by_their_number() -> None:
+    ahead = Calls().then("step 0").then("step 1").then("save")
+    assert disagreement({0: ahead, 1: Calls().then("step 0"), 2: Calls()}) is None
+    text = disagreement({0: ahead, 1: Calls().then("step 0").then("evaluate"), 2: ahead})
+    assert text is not None
+    assert text.startswith("device 0 is at step 1, device 1 at evaluate, device 2 at step 1; ")
+    for step in range(40):
+        ahead = ahead.then(f"step {step}")
+    assert ahead.at(43) == "step 39"
+    assert ahead.at(44) is None
+    assert ahead.at(3) is None
 
 
 @pytest.mark.parametrize(

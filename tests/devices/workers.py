@@ -1,10 +1,13 @@
 """What processes do in tests: train for ever, stumble, differ from one another, count what they do."""
 
+import contextlib
 import os
-from collections.abc import Iterable
+import time
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
+from counterpoint import ExecutionError, Trainer
 from counterpoint.core.outline import Outline
 from counterpoint.core.program import reads, unroll, writes
 from counterpoint.core.task import AllReduce, Backward, Buffer, Evict, Forward, Load, Receive, Send, Task, Update
@@ -32,12 +35,32 @@ def differ(problems: list[Problem], settings: list[Setting], folder: str) -> dic
     return train(problems[device], settings[device], folder)
 
 
-def quarrel(problem: Problem, setting: Setting, folder: str) -> None:
-    with make_trainer(problem, setting, folder) as trainer:
-        if trainer.device:
-            trainer.save(Path(folder) / "saved")
-        else:
-            trainer.evaluate(problem.batches(1)[0])
+def quarrel(problem: Problem, setting: Setting, folder: str, calls: tuple[str, ...]) -> tuple[str, float]:
+    """Two steps together, then each device makes a call of its own, which may be to leave: how it ends, and when."""
+    with contextlib.ExitStack() as stack:
+        trainer = make_trainer(problem, setting, folder)
+        stack.push(trainer)
+        batches = problem.batches()
+        for batch in batches[:2]:
+            trainer.step(batch)
+        since = time.monotonic()
+        try:
+            with stack:
+                _call(trainer, calls[trainer.device], batches, Path(folder))
+        except ExecutionError as error:
+            return str(error), time.monotonic() - since
+    return "no error", 0.0
+
+
+def _call(trainer: Trainer, call: str, batches: Sequence[Any], folder: Path) -> None:
+    match call:
+        case "step":
+            for batch in batches[2:]:
+                trainer.step(batch)
+        case "evaluate":
+            trainer.evaluate(batches[0])
+        case "save" | "export":
+            getattr(trainer, call)(folder / call)
 
 
 def act_on_servers(problem: Problem, setting: Setting, folder: str) -> dict[str, Any]:
