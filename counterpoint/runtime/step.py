@@ -9,7 +9,7 @@ from torch import Tensor
 
 @dataclass(slots=True)
 class Step:
-    """What the computations of one step share: its microbatches and their losses.
+    """What the computations of one step share: its microbatches and their losses, `complete` if of all devices.
 
     `groups` are the optimizer's settings when the batch came, for schedules that update later; None means its own.
     """
@@ -20,3 +20,4 @@ class Step:
     norms: dict[str, Tensor] = field(default_factory=dict)
     clip: Tensor | None = None
     groups: list[dict[str, Any]] | None = None
+    complete: bool = False

@@ -21,7 +21,11 @@ Total = Callable[[list[Tensor], Tensor], Tensor]
 
 
 class Updates:
-    """Updates what the store holds. `started` names, by gradient buffer, the parameters that a gradient has reached."""
+    """Updates what the store holds. `started` names, by gradient buffer, the parameters that a gradient has reached.
+
+    `complete` brings a step's losses on other devices. Any finished gradient comes after all of them, so every device
+    knows a bad one before its first update of the step.
+    """
 
     def __init__(
         self,
@@ -34,6 +38,7 @@ class Updates:
         self.frame, self.chain, self.store, self.rule = frame, frame.chain, store, rule
         self.max_grad_norm, self.started = max_grad_norm, started
         self.home: HomeUpdate | None = None
+        self.complete: Callable[[int], None] = lambda step: None
 
     def norm(self, task: Norm, step: Step) -> None:
         for layer in range(task.first, task.last + 1):
@@ -87,13 +92,17 @@ class Updates:
             self.started[grad(layer, task.step)] = {name for name in names if next(marks)}
 
     def update(self, task: Update, step: Step) -> None:
-        refuse_bad_loss(step)
+        """After a bad loss the step goes on, and nothing is changed: a new version is the same as the old one."""
+        self.complete(task.step)
+        bad = bad_loss(step) is not None
         assert self.rule is not None
         self.rule.groups = step.groups
         for layer in range(task.first, task.last + 1):
             if not self.frame.weights[layer].slots:
                 continue
-            if task.host:
+            if bad:
+                self._keep(layer, task)
+            elif task.host:
                 assert self.home is not None
                 self.home.update(layer, task, self.started.pop(grad(layer, task.step)), step.clip)
             else:
@@ -116,6 +125,12 @@ class Updates:
                     unused.zero_()
         self.store.fresh_states.discard(layer)
 
+    def _keep(self, layer: int, task: Update) -> None:
+        """The weights stay as they are, also as the next version."""
+        self.started.pop(grad(layer, task.step))
+        if not task.host:
+            self._target(layer, task)
+
     def _target(self, layer: int, task: Update) -> Buffer:
         """The weights to change in place: a copy where the old ones are still read."""
         old, new = weight(layer, task.step), weight(layer, task.step + 1)
@@ -134,11 +149,12 @@ class Updates:
         return found
 
 
-def refuse_bad_loss(step: Step) -> None:
-    for microbatch, loss in step.losses.items():
-        if not torch.isfinite(loss):
-            raise LossError(
+def bad_loss(step: Step) -> LossError | None:
+    for microbatch in sorted(step.losses):
+        if not torch.isfinite(loss := step.losses[microbatch]):
+            return LossError(
                 f"the loss of microbatch {microbatch % len(step.batches)} in step {step.number} is "
-                f"{loss.item()}; no weight of this step was changed: lower the learning rate, clip gradients, or "
+                f"{loss.item()}; no weight was changed by this step: lower the learning rate, clip gradients, or "
                 "look at the batch"
             )
+    return None

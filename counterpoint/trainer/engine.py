@@ -4,14 +4,13 @@ import contextlib
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from counterpoint.core.costs import Costs
-from counterpoint.core.errors import ExecutionError, LossError
+from counterpoint.core.errors import ExecutionError
 from counterpoint.core.profile import Profile
 from counterpoint.core.program import DeviceProgram
 from counterpoint.core.task import Task, shift
@@ -21,12 +20,14 @@ from counterpoint.planner.forecast_text import describe
 from counterpoint.profiler.measure import measured_sizes, profile_of
 from counterpoint.runtime.backend import CPU
 from counterpoint.runtime.compute import Compute, Step
+from counterpoint.runtime.discard import discard
 from counterpoint.runtime.disk import Disk
 from counterpoint.runtime.duties import duties_of
 from counterpoint.runtime.executor import Executor
 from counterpoint.runtime.home import home_sizes, unused_sizes
 from counterpoint.runtime.home_update import STAGING_BYTES as HOME_STAGING_BYTES
 from counterpoint.runtime.home_update import HomeUpdate
+from counterpoint.runtime.losses import LossExchange
 from counterpoint.runtime.memory_process import (
     Headroom,
     give_back_freed_memory,
@@ -35,9 +36,9 @@ from counterpoint.runtime.memory_process import (
     trim,
 )
 from counterpoint.runtime.peers import Peers
-from counterpoint.runtime.rescue import bring_home, discard
 from counterpoint.runtime.store import STAGING_BYTES, Store
 from counterpoint.runtime.transport import SLICE_BYTES, Transport
+from counterpoint.runtime.updates import bad_loss
 from counterpoint.trainer.agreement import agree, decide_together, share_buffers, shared
 from counterpoint.trainer.chosen_plan import ChosenPlan
 from counterpoint.trainer.decision import decide, kept_by_allocator, usable_bytes
@@ -140,6 +141,7 @@ class Engine:
         else:
             keep_freed_memory(large=self.chosen.freed == "stay")
         self.transport: Transport | None = None
+        self.losses: LossExchange | None = None
         if self.peers is None:
             self.executor = Executor(self.store, self.compute, costs, budget, headroom)
         else:
@@ -149,8 +151,7 @@ class Engine:
                 self.store, self.compute, costs, budget, headroom, self.device, lanes, self.transport, explain
             )
             self.peers.on_failure = self.executor.lose
-            self.compute.num_losses = len(self.duties.losses.get(self.device, ()))
-            self.compute.on_losses = self._spread_losses
+            self.losses = LossExchange(self.executor, self.transport, self.compute, self.duties)
         self._evaluator = Evaluator(self.executor, self.compute, costs, self.plan, self.program.budgets, self.peers)
 
     @property
@@ -165,11 +166,12 @@ class Engine:
     def run(self, step: Step) -> Step | None:
         """Take a step's batch in and run what can run: the newest step that is finished, if one is.
 
-        Transfers of the next step may be under way. A bad loss on a single device leaves no trace.
+        Transfers of the next step may be under way. A bad loss leaves no trace.
         """
         self.refuse_failed()
         finished: Step | None = None
-        with self._guarded(step.number, dict(self.compute.buffers)):
+        buffers = dict(self.compute.buffers)
+        with self._guarded():
             if not self._running:
                 self._running, self._bodies, self._given = True, 0, 0
                 self.executor.restart()
@@ -179,7 +181,20 @@ class Engine:
             self._given += 1
             if self._bodies < self._given - self.looks_ahead:
                 finished = self._finish_step(self.part.body)
+                self._forget_bad(finished, buffers)
         return finished
+
+    def _forget_bad(self, step: Step, buffers: Mapping[str, Tensor]) -> None:
+        """Undo what a bad loss has left beside weights; not statistics that later microbatches have seen."""
+        error = bad_loss(step)
+        if error is None:
+            return
+        if not self.looks_ahead:
+            self.executor.drain()
+            self.executor.record.forget_step(step.number)
+            self.compute.buffers.update(buffers)
+        elif any(layer.mutates for layer in self.compute.chain.layers):
+            raise error
 
     def _finish_step(self, tasks: Iterable[Task]) -> Step:
         number = self._bodies
@@ -187,7 +202,8 @@ class Engine:
         self.executor.run(self._shifted(tasks, number), step.number)
         self._bodies += 1
         self.compute.steps.pop(number - 1, None)
-        self._hear_losses(step, number)
+        if self.losses is not None:
+            self.losses.hear(number)
         return step
 
     def settle(self, step: int) -> Step | None:
@@ -195,9 +211,10 @@ class Engine:
         self.refuse_failed()
         finished: Step | None = None
         if self._running:
-            with self._guarded(step, self.compute.buffers):
+            with self._guarded():
                 if self._bodies < self._given:
                     finished = self._finish_step(self.part.epilogue)
+                    self._forget_bad(finished, {})
                 else:
                     self.executor.run(self._shifted(self.part.epilogue, self._bodies), step)
                 self.executor.drain()
@@ -209,27 +226,9 @@ class Engine:
             self._running = False
         return finished
 
-    def _spread_losses(self, step: Step) -> None:
-        assert self.transport is not None
-        if self.peers is not None and self.peers.count > 1:
-            found = [float(step.losses[key]) for key in sorted(step.losses)]
-            self.transport.spread_losses(torch.tensor(found, dtype=torch.float64))
-
-    def _hear_losses(self, step: Step, number: int) -> None:
-        """Every device knows every loss, once the step is finished."""
-        if self.transport is None:
-            return
-        dtype = self.compute.chain.values[self.compute.chain.loss].dtype
-        first = number * self.program.num_microbatches
-        for device, microbatches in self.duties.losses.items():
-            if device != self.device:
-                hear = partial(self.transport.hear_losses, len(microbatches), device)
-                found = self.executor.aside(hear, device, f"the losses of step {step.number} from device {device}")
-                step.losses |= {first + k: loss.to(dtype) for k, loss in zip(microbatches, found, strict=True)}
-
-    def evaluate(self, batches: Sequence[Mapping[int, Tensor]], sizes: Sequence[int], step: int) -> float:
+    def evaluate(self, batches: Sequence[Mapping[int, Tensor]], sizes: Sequence[int]) -> float:
         """The mean loss of microbatches of these sizes, as in eval mode."""
-        with self._guarded(step, self.compute.buffers):
+        with self._guarded():
             if self.peers is not None:
                 self.peers.barrier("evaluate")
             return self._evaluator.loss(batches, sizes)
@@ -285,21 +284,11 @@ class Engine:
         return (shift(task, steps, self.program.num_microbatches) for task in tasks)
 
     @contextlib.contextmanager
-    def _guarded(self, step: int, buffers: Mapping[str, Tensor]) -> Iterator[None]:
-        """The user's random numbers are left alone; a bad loss is undone; any other error ends the run."""
+    def _guarded(self) -> Iterator[None]:
+        """The user's random numbers are left alone; any error ends the run."""
         generator = torch.get_rng_state()
         try:
             yield
-        except LossError as error:
-            if self.peers is not None:
-                self.fail(error)
-                raise
-            self.executor.abandon()
-            self.executor.record.forget_step(step)
-            bring_home(self.store, self.compute)
-            self.compute.buffers.update(buffers)
-            self._running = False
-            raise
         except BaseException as error:
             self.fail(error)
             raise

@@ -21,14 +21,15 @@ from counterpoint.decomposer.example import Loss
 from counterpoint.runtime.checkpoint import Facts, read_checkpoint, read_facts, write_checkpoint
 from counterpoint.runtime.compute import Step
 from counterpoint.runtime.memory_process import keep_freed_memory, peak_resident_bytes, resident_bytes
-from counterpoint.runtime.optimizer import UpdateRule
 from counterpoint.runtime.share import Share
+from counterpoint.runtime.updates import bad_loss
 from counterpoint.simulator import simulate
 from counterpoint.trainer.agreement import agree_on_weights
 from counterpoint.trainer.engine import Engine
 from counterpoint.trainer.export import export_model
 from counterpoint.trainer.initial_weights import announce, fill
 from counterpoint.trainer.parts import Model, Parts, batch_size, microbatches, parts_of
+from counterpoint.trainer.resumption import kept_microbatch, refuse_other_optimizer
 from counterpoint.trainer.statistics import Statistics, measured_timeline, waited, with_process
 from counterpoint.trainer.together import join, telling
 from counterpoint.trainer.wishes import PRECISIONS, Wishes, read_wishes
@@ -86,7 +87,7 @@ class Trainer:
                 parts = parts_of(model, optimizer, example, loss, PRECISIONS.get(precision))
                 self.minibatch_size = batch_size(parts.chain, example)
                 if facts is not None and microbatch is None and plan is None:
-                    microbatch = _kept_microbatch(facts, self.minibatch_size)
+                    microbatch = kept_microbatch(facts, self.minibatch_size)
                 wishes = read_wishes(
                     minibatch_size=self.minibatch_size, memory=memory, disk=disk, max_grad_norm=max_grad_norm,
                     microbatch=microbatch, precision=precision, seed=seed, schedule=schedule, activations=activations,
@@ -128,8 +129,9 @@ class Trainer:
     def step(self, batch: Batch) -> float:
         """One minibatch through to its update; the mean loss of its microbatches.
 
-        A loss that is not finite raises LossError. On a single device it leaves everything as it was before the step.
-        Under 2bw the loss is that of the step before, not a number the first time.
+        A loss that is not finite raises LossError, on every device, and leaves everything as it was before the step.
+        Under 2bw the loss is that of the step before, not a number the first time. If that is not finite, its update
+        changes nothing, the new batch is under way nevertheless, and the next may be given.
         """
         self._enter(f"step {self.step_count}")
         if (found := batch_size(self.chain, batch)) != self.minibatch_size:
@@ -142,15 +144,20 @@ class Trainer:
         loaded, evicted = counters.loaded_bytes, counters.evicted_bytes
         if self._engine.looks_ahead:
             step.groups = [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
-        self._take_loss(self._engine.run(step))
+        finished = self._engine.run(step)
+        if self._engine.looks_ahead:
+            self.step_count += 1
+        self._take_loss(finished)
         self._moved = (counters.loaded_bytes - loaded, counters.evicted_bytes - evicted)
-        self.step_count += 1
+        self.step_count = step.number + 1
         self.executor.record.forget_before(self.step_count - RECORDED_STEPS)
         self.optimizer._opt_called = True  # type: ignore[attr-defined]  # what a scheduler looks for
         return self.loss
 
     def _take_loss(self, step: Step | None) -> None:
         if step is not None:
+            if (error := bad_loss(step)) is not None:
+                raise error
             self.loss = float(torch.stack([step.losses[microbatch] for microbatch in sorted(step.losses)]).mean())
 
     def evaluate(self, batch: Batch) -> float:
@@ -161,7 +168,7 @@ class Trainer:
             raise ModelError("the batch is empty: give at least one sample")
         sizes = [min(size, count - start) for start in range(0, count, size)]
         self._settle()
-        return self._engine.evaluate(microbatches(self.chain, batch, size), sizes, self.step_count)
+        return self._engine.evaluate(microbatches(self.chain, batch, size), sizes)
 
     def settle(self) -> float:
         """Finish all steps and bring everything home: the state of the training is there. The newest step's loss."""
@@ -211,7 +218,7 @@ class Trainer:
         """
         self._enter("load")
         facts = read_facts(Path(folder))
-        _refuse_other_optimizer(facts, self.rule)
+        refuse_other_optimizer(facts, self.rule)
         with self._engine.replaced(self.step_count, f"loading {folder}"):
             self._engine.begin_at(facts.step)
             read_checkpoint(Path(folder), self.store, self.compute.buffers, self._engine.fills)
@@ -279,17 +286,3 @@ class Trainer:
         if self.peers is not None:
             self.peers.fail(error)
         self._stack.close()
-
-
-def _refuse_other_optimizer(facts: Facts, rule: UpdateRule) -> None:
-    name, count = rule.name, len(rule.optimizer.param_groups)
-    if (facts.optimizer, len(facts.groups)) != (name, count):
-        raise ExecutionError(
-            f"the checkpoint is of {facts.optimizer} with {len(facts.groups)} parameter groups, "
-            f"this run has {name} with {count}; build the same optimizer"
-        )
-
-
-def _kept_microbatch(facts: Facts, minibatch_size: int) -> int | None:
-    """The checkpoint's microbatch size, for the run to go on bit for bit; None if the minibatch has changed."""
-    return facts.microbatch_size if minibatch_size % facts.microbatch_size == 0 else None

@@ -261,7 +261,7 @@ def plain_loop(problem: Problem) -> tuple[dict[str, Tensor], list[float]]:
     scheduler = problem.scheduler(optimizer)
     losses = []
     for batch in problem.batches():
-        losses.append(_accumulate(problem, model, batch))
+        losses.append(accumulate(problem, model, batch))
         if problem.max_grad_norm is not None:
             nn.utils.clip_grad_norm_(model.parameters(), problem.max_grad_norm)
         optimizer.step()
@@ -278,7 +278,7 @@ def delayed_loop(problem: Problem) -> tuple[dict[str, Tensor], list[float]]:
     scheduler = problem.scheduler(optimizer)
     losses = []
     for batch in problem.batches():
-        losses.append(_accumulate(problem, old, batch))
+        losses.append(accumulate(problem, old, batch))
         for newest, before in zip(model.parameters(), old.parameters(), strict=True):
             newest.grad = before.grad
             before.grad = None
@@ -294,7 +294,7 @@ def delayed_loop(problem: Problem) -> tuple[dict[str, Tensor], list[float]]:
     return {n: p.detach() for n, p in (*model.named_parameters(), *model.named_buffers())}, losses
 
 
-def _accumulate(problem: Problem, model: nn.Module, batch: dict[str, Tensor]) -> float:
+def accumulate(problem: Problem, model: nn.Module, batch: dict[str, Tensor]) -> float:
     count = problem.minibatch // problem.microbatch
     found = []
     for k in range(count):

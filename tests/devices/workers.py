@@ -3,15 +3,16 @@
 import contextlib
 import os
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
-from counterpoint import ExecutionError, Trainer
+from counterpoint import ExecutionError, LossError, Trainer
 from counterpoint.core.outline import Outline
 from counterpoint.core.program import reads, unroll, writes
 from counterpoint.core.task import AllReduce, Backward, Buffer, Evict, Forward, Load, Receive, Send, Task, Update
-from tests.devices.problems import Problem, Setting, make_trainer, train
+from tests.devices.problems import Problem, Setting, make_trainer, train, weights_of
 
 
 def train_for_ever(problem: Problem, setting: Setting, folder: str, mark: str) -> None:
@@ -61,6 +62,34 @@ def _call(trainer: Trainer, call: str, batches: Sequence[Any], folder: Path) -> 
             trainer.evaluate(batches[0])
         case "save" | "export":
             getattr(trainer, call)(folder / call)
+
+
+def train_through_bad_losses(
+    problem: Problem, setting: Setting, folder: str, bad: tuple[int, ...] | None = None
+) -> dict[str, Any]:
+    """With `bad` batches in the place of some; without, one before each."""
+    found: dict[str, Any] = {"errors": [], "losses": [], "ended": ""}
+    with make_trainer(problem, setting, folder) as trainer:
+
+        def attempt(call: Callable[[], float]) -> None:
+            try:
+                found["losses"].append(call())
+            except LossError as error:
+                found["errors"].append(str(error).partition(";")[0])
+            except ExecutionError as error:
+                found["ended"] = str(error)
+
+        for number, batch in enumerate(problem.batches()):
+            x = batch["x"].clone()
+            x[-1] = float("inf")
+            tried = [{**batch, "x": x}, batch] if bad is None else [{**batch, "x": x}] if number in bad else [batch]
+            for one in tried:
+                attempt(partial(trainer.step, one))
+        if not found["ended"]:
+            if bad:
+                attempt(trainer.settle)
+            found |= {"weights": weights_of(trainer), "steps": trainer.step_count}
+        return found
 
 
 def act_on_servers(problem: Problem, setting: Setting, folder: str) -> dict[str, Any]:

@@ -106,7 +106,7 @@ def test_a_bad_loss_leaves_no_trace(tmp_path: Path) -> None:
     with trainer(tmp_path / "b", net(0.3)) as trained:
         losses = []
         for batch in good:
-            with pytest.raises(LossError, match=f"in step {len(losses)} is nan; no weight of this step was changed"):
+            with pytest.raises(LossError, match=f"in step {len(losses)} is nan; no weight was changed by this step"):
                 trained.step(bad)
             losses.append(trained.step(batch))
         assert losses == expected_losses

@@ -1,19 +1,11 @@
-"""A step that failed before its first update -> everything home again, as it was before the step."""
+"""A device between steps -> an empty one: what is at home counts."""
 
 from counterpoint.runtime.compute import Compute
 from counterpoint.runtime.store import Store
 
 
-def bring_home(store: Store, compute: Compute) -> None:
-    """Write the weights and states that are on the device to their homes; only when no lane is at work."""
-    for buffer, region in store.regions.items():
-        if buffer.kind in ("weight", "state"):
-            store.disk.write(store.key(buffer), region).wait()
-    discard(store, compute)
-
-
 def discard(store: Store, compute: Compute) -> None:
-    """Free the device; what is at home counts."""
+    """Free the device, only when no lane is at work."""
     compute.graphs.clear()
     compute.forwarded.clear()
     compute.started.clear()

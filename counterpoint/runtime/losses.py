@@ -1,0 +1,39 @@
+"""The losses that each device computes -> all of a step's losses on every device, before its first update."""
+
+from functools import partial
+
+import torch
+
+from counterpoint.runtime.compute import Compute
+from counterpoint.runtime.duties import Duties
+from counterpoint.runtime.executor import Executor
+from counterpoint.runtime.step import Step
+from counterpoint.runtime.transport import Transport
+
+
+class LossExchange:
+    """Hands out this device's losses as soon as it has them all, and asks for the others' when they are needed."""
+
+    def __init__(self, executor: Executor, transport: Transport, compute: Compute, duties: Duties) -> None:
+        self.executor, self.transport, self.compute, self.duties = executor, transport, compute, duties
+        compute.num_losses = len(duties.losses.get(executor.device, ()))
+        compute.on_losses = self._spread
+        compute.updates.complete = self.hear
+
+    def _spread(self, step: Step) -> None:
+        found = [float(step.losses[key]) for key in sorted(step.losses)]
+        self.transport.spread_losses(torch.tensor(found, dtype=torch.float64))
+
+    def hear(self, number: int) -> None:
+        """Complete the losses of a step, by its number since the pipeline was empty."""
+        step = self.compute.steps[number]
+        if step.complete:
+            return
+        step.complete = True
+        dtype = self.compute.chain.values[self.compute.chain.loss].dtype
+        first = number * self.compute.num_microbatches
+        for device, microbatches in self.duties.losses.items():
+            if device != self.executor.device:
+                hear = partial(self.transport.hear_losses, len(microbatches), device)
+                found = self.executor.aside(hear, device, f"the losses of step {step.number} from device {device}")
+                step.losses |= {first + k: loss.to(dtype) for k, loss in zip(microbatches, found, strict=True)}
