@@ -128,7 +128,7 @@ def worker(arguments: argparse.Namespace) -> None:
 
 
 def _writers(trainer: Any) -> Any:
-    from counterpoint.runtime.duties import duties_of
+    from counterpoint.core.duties import duties_of
 
     return duties_of(trainer.program).writers
 

@@ -25,6 +25,7 @@ from counterpoint.planner.forecast import Forecast, forecast, run
 from counterpoint.planner.forecast_text import describe, plan_text
 from counterpoint.planner.machines import MACHINES, usual_precision, with_budget
 from counterpoint.planner.names import nearest
+from counterpoint.planner.servers import arrangements, num_servers
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,9 +102,11 @@ def _simulate_arguments(parser: argparse.ArgumentParser) -> None:
     add("--model", default="gpt2-10b", help="a built-in model or a profile's JSON file (default: %(default)s)")
     add("--machine", default="1080ti", help="a built-in machine or a machine's JSON file (default: %(default)s)")
     add("--devices", type=_positive, metavar="N", help="number of devices (default: 4, a laptop 1)")
+    add("--servers", type=_positive, metavar="S", help="servers to spread them over (default: as few as hold them)")
+    add("--network", type=_size, metavar="SIZE", help="bytes per second between servers (default: the machine's)")
     add("--memory", type=_size, metavar="SIZE", help="budget per device, for example 8GiB (default: all it has)")
     add("--precision", choices=("fp32", "bf16"), help="of a built-in model (default: the machine's usual one)")
-    add("--schedule", help=f"{', '.join(SCHEDULES)} (default: harmony_pp, on one device harmony)")
+    add("--schedule", help=f"{', '.join(SCHEDULES)} (default: harmony_pp, on one device harmony, on servers flush)")
     add("--minibatch", type=_positive, default=64, metavar="N", help="samples per step (default: %(default)s)")
     add("--microbatch", type=_positive, metavar="N", help="samples per microbatch (default: what fits)")
     add("--replicas", type=_positive, metavar="W", help="copies of the model (default: the schedule's usual)")
@@ -127,21 +130,23 @@ def _simulate(options: argparse.Namespace) -> int:
         print(_listing())
         return 0
     precision = options.precision or usual_precision(options.machine)
-    machine = catalog.machine(options.machine, options.devices, precision)
+    machine = catalog.machine(options.machine, options.devices, precision, options.servers, options.network)
     if options.memory:
         machine = with_budget(machine, options.memory)
     profile = catalog.profile(options.model, machine, precision=precision)
-    plan = default_plan(profile, machine, _wishes(options, len(machine.devices)))
-    program, timeline = run(profile, machine, plan, options.steps)
+    wished = default_plan(profile, machine, _wishes(options, num_servers(machine), len(machine.devices)))
+    runs = [(plan, *run(profile, machine, plan, options.steps)) for plan in arrangements(wished, machine)]
+    plan, program, timeline = min(runs, key=lambda found: found[2].step_ns)
     found = forecast(profile, machine, plan, program, timeline)
     print(json.dumps(to_json(found), indent=1) if options.json else describe(found))
     _write_views(options, found, program, timeline)
     return 0
 
 
-def _wishes(options: argparse.Namespace, num_devices: int) -> Wishes:
+def _wishes(options: argparse.Namespace, servers: int, num_devices: int) -> Wishes:
+    usual = "flush" if servers > 1 else "harmony_pp" if num_devices > 1 else "harmony"
     return Wishes(
-        schedule=options.schedule or ("harmony_pp" if num_devices > 1 else "harmony"),
+        schedule=options.schedule or usual,
         minibatch=options.minibatch,
         microbatch=options.microbatch,
         replicas=options.replicas,

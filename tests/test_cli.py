@@ -95,6 +95,10 @@ def test_the_list_names_everything(capsys: pytest.CaptureFixture[str]) -> None:
         (("--schedule", "flush", "--devices", "16", "--machine", "v100"), "16 stages for 10 layers"),
         (("--schedule", "2bw", "--devices", "8", "--minibatch", "4", "--microbatch", "1"), "use flush"),
         (("--schedule", "harmony_pp", "--replicas", "2"), "harmony_pp has no replicas"),
+        (
+            ("--schedule", "harmony_pp", "--servers", "2", "--network", "1GB"),
+            "harmony_pp needs devices that share a home",
+        ),
         (("--svg", "/nowhere/a.svg"), "/nowhere/a.svg: No such file or directory"),
     ],
 )

@@ -126,6 +126,7 @@ def plans(draw: st.DrawFn, count: int, schedules: Sequence[str]) -> Plan:
         tuple(sorted(draw(st.sets(st.integers(0, count - 1))))),
         draw(st.booleans()),
         draw(st.booleans()),
+        replicas_apart=draw(st.booleans()),
     )
 
 

@@ -28,7 +28,8 @@ class Plan:
     backward pack, which then runs forward and backward in one task (fused). `activations` is the policy of each
     backward pack. `stages` are the layers of each pipeline position, for schedules that have positions. With
     `shard_updates` one replica updates a layer for all and the others load the result. `host_layers` are updated at
-    home, where their optimizer state stays.
+    home, where their optimizer state stays. Devices are numbered stage by stage, the replicas of a stage side by side;
+    with `replicas_apart` pipeline by pipeline.
     """
 
     schedule: str
@@ -46,6 +47,7 @@ class Plan:
     clipping: bool = False
     shard_updates: bool = False
     residency: str = "planned"
+    replicas_apart: bool = False
 
     def __post_init__(self) -> None:
         problems = list(_problems(self))
@@ -59,6 +61,10 @@ class Plan:
     @property
     def minibatch_size(self) -> int:
         return self.num_microbatches * self.microbatch_size * self.num_replicas
+
+    def device(self, position: int, replica: int) -> int:
+        """Where a replica's pipeline position is."""
+        return replica * len(self.stages) + position if self.replicas_apart else position * self.num_replicas + replica
 
     @property
     def fused(self) -> bool:

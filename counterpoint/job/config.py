@@ -45,6 +45,7 @@ class Config:
     max_grad_norm: float | None = _option(1.0, "clip gradients to this global norm; none: do not")
     devices: int = _option(1, "processes on this machine, each a device with a budget of its own")
     replicas: int | None = _option(None, "copies of the model among the devices (default: the schedule's usual)")
+    network: str | None = _option(None, "bytes per second between servers, for the forecast (default: 1.25 GB)")
     restarts: int = _option(0, "times that a failed run on several devices is started again from its last checkpoint")
     schedule: str = _option("harmony", "order of the computation", RUN_SCHEDULES)
     activations: str | None = _option(None, "for backward (default: what is fastest within the budget)", POLICIES)
@@ -109,5 +110,7 @@ def _relations(config: Config) -> Iterator[str]:
         yield f"microbatches of {config.microbatch} do not divide a minibatch of {config.minibatch}"
     if config.memory is not None and not parse_bytes(config.memory):
         yield "memory must be more than nothing"
+    if config.network is not None and not parse_bytes(config.network):
+        yield "network must be more than 0 bytes per second"
     if config.resume == LAST and config.run is None:
         yield "resume: last needs the run folder too; give run, or resume: FOLDER"

@@ -110,6 +110,7 @@ def _trainer(setup: Setup) -> Trainer:
         seed=config.seed,
         schedule=config.schedule,
         replicas=config.replicas,
+        network=config.network,
         activations=config.activations,
         weights=setup.source.weights,
         resume=setup.checkpoint,

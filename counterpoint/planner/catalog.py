@@ -56,14 +56,23 @@ def profile(
     )
 
 
-def machine(name: str, num_devices: int | None = None, precision: Precision | None = None) -> Machine:
+def machine(
+    name: str,
+    num_devices: int | None = None,
+    precision: Precision | None = None,
+    servers: int | None = None,
+    network_bytes_per_s: int | None = None,
+) -> Machine:
     """A built-in machine of 4 devices (a laptop: 1) or as many as asked for, or a machine's JSON file."""
     if _is_file(name):
         found = files.load(Machine, name)
         if num_devices not in (None, len(found.devices)):
             raise ValueError(f"{name} describes {len(found.devices)} devices, not {num_devices}")
+        if servers is not None or network_bytes_per_s is not None:
+            raise ValueError(f"{name} says itself which server each device is on, and how they are joined")
         return found
-    return machines.machine(name, num_devices or (1 if name == machines.LAPTOP else 4), precision)
+    count = num_devices or (1 if name == machines.LAPTOP else 4)
+    return machines.machine(name, count, precision, servers, network_bytes_per_s)
 
 
 def _is_file(name: str) -> bool:

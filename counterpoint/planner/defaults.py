@@ -13,6 +13,7 @@ from counterpoint.core.program import reads, renames, writes
 from counterpoint.core.task import Backward, Forward, Task, Update
 from counterpoint.planner.names import nearest
 from counterpoint.planner.partition import balanced, packs_within
+from counterpoint.planner.servers import num_servers, refuse_schedule
 
 PIPELINES = ("model_parallel", "gpipe", "flush", "2bw")
 """Schedules that give each device a stage of its own."""
@@ -45,6 +46,7 @@ def default_plan(profile: Profile, machine: Machine, wishes: Wishes) -> Plan:
     if wishes.schedule not in SCHEDULES:
         near = nearest(wishes.schedule, SCHEDULES)
         raise ValueError(f"unknown schedule {wishes.schedule!r}{near}; known are {', '.join(SCHEDULES)}")
+    refuse_schedule(wishes.schedule, num_servers(machine))
     num_devices = len(machine.devices)
     replicas = wishes.replicas or (num_devices if wishes.schedule in REPLICATED else 1)
     if num_devices % replicas:

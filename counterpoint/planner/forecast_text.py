@@ -53,7 +53,8 @@ def plan_text(plan: Plan) -> str:
 
 
 def _batch(plan: Plan) -> str:
-    replicas = f" on each of {plan.num_replicas} replicas" if plan.num_replicas > 1 else ""
+    apart = ", pipelines side by side" if plan.replicas_apart else ""
+    replicas = f" on each of {plan.num_replicas} replicas{apart}" if plan.num_replicas > 1 else ""
     group = f" in groups of {plan.forward_group} and {plan.backward_group}" if plan.forward_group > 1 else ""
     return (
         f"{plan.schedule}, minibatch {plan.minibatch_size} = "

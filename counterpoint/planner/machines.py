@@ -91,15 +91,33 @@ MACHINES: dict[str, str] = {name: server.about for name, server in SERVERS.items
 }
 
 
-def machine(name: str, num_devices: int = 4, precision: Precision | None = None) -> Machine:
-    """A built-in machine; `precision` chooses which of its speeds counts."""
+def machine(
+    name: str,
+    num_devices: int = 4,
+    precision: Precision | None = None,
+    servers: int | None = None,
+    network_bytes_per_s: int | None = None,
+) -> Machine:
+    """A built-in machine; `precision` chooses which of its speeds counts.
+
+    Its devices are spread evenly over so many `servers` (default: as few as hold them), joined by a network.
+    """
     if num_devices < 1:
         raise ValueError(f"a machine needs at least 1 device, not {num_devices}")
+    if servers is not None and (servers < 1 or num_devices % servers):
+        raise ValueError(f"{num_devices} devices do not divide over {servers} servers")
+    if name == LAPTOP and (servers or 1) > 1:
+        raise ValueError("a laptop is one server; take another machine, or describe yours in a JSON file")
     if name == LAPTOP:
         return _laptop(num_devices)
     if name not in SERVERS:
         raise ValueError(f"unknown machine {name!r}{nearest(name, MACHINES)}; known are {', '.join(MACHINES)}")
-    return _servers(name, SERVERS[name], num_devices, precision or SERVERS[name].usual_precision)
+    kind = SERVERS[name]
+    if servers is not None:
+        kind = replace(kind, devices_per_server=num_devices // servers)
+    if network_bytes_per_s is not None:
+        kind = replace(kind, network_bytes_per_s=network_bytes_per_s)
+    return _servers(name, kind, num_devices, precision or kind.usual_precision)
 
 
 def usual_precision(name: str) -> Precision:
@@ -116,7 +134,8 @@ def _servers(name: str, kind: Server, num_devices: int, precision: Precision) ->
     num_servers = -(-num_devices // kind.devices_per_server)
     if num_servers > 1 and not kind.network_bytes_per_s:
         raise ValueError(
-            f"machine {name!r} is one server of up to {kind.devices_per_server} devices, not {num_devices}"
+            f"machine {name!r} is one server of up to {kind.devices_per_server} devices, not {num_devices}; say how "
+            "fast the network between servers is, in bytes per second"
         )
     wires = [_wires(kind, index, num_servers) for index in range(num_devices)]
     links = {link.name: link for wire in wires for link in wire.all()}

@@ -16,6 +16,7 @@ from counterpoint.core.program import Program
 from counterpoint.core.task import Evict, Load
 from counterpoint.core.timeline import Timeline
 from counterpoint.passes.residency import place
+from counterpoint.planner.servers import num_servers, refuse_far_updates
 from counterpoint.schedules import write_program
 from counterpoint.simulator import simulate
 
@@ -42,7 +43,10 @@ class Placement:
 
     @cached_property
     def order(self) -> Program:
-        return write_program(self.plan, self.profile.outline())
+        order = write_program(self.plan, self.profile.outline())
+        if num_servers(self.machine) > 1:
+            refuse_far_updates(self.plan, order, self.machine)
+        return order
 
     @cached_property
     def homes(self) -> Homes:

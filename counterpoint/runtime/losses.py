@@ -4,8 +4,8 @@ from functools import partial
 
 import torch
 
+from counterpoint.core.duties import Duties
 from counterpoint.runtime.compute import Compute
-from counterpoint.runtime.duties import Duties
 from counterpoint.runtime.executor import Executor
 from counterpoint.runtime.step import Step
 from counterpoint.runtime.transport import Transport

@@ -8,25 +8,22 @@ moment. Tensors go through `runtime/transport.py`.
 """
 
 import contextlib
-import datetime
 import json
 import os
-import queue
 import socket
 import threading
 import time
 from collections.abc import Callable
 from typing import Any
 
-import torch._C._distributed_c10d
 import torch.distributed as dist
 
 from counterpoint.core.errors import ExecutionError
 from counterpoint.runtime.calls import Calls, disagreement
+from counterpoint.runtime.rendezvous import Asked, first_line, join_group, own_store, patience_seconds
 
 BEAT_SECONDS = 0.5
-SILENCE_SECONDS = 8.0
-JOIN_SECONDS = 120
+SILENCE_SECONDS = 8.0  # unless the environment says COUNTERPOINT_SILENCE_SECONDS
 STEPS_APART = 3
 _POLL_SECONDS = (0.001, 0.05)
 _PART_SECONDS = 30.0
@@ -47,15 +44,17 @@ class Peers:
 
     def __init__(self) -> None:
         if not dist.is_initialized():
-            _join()
+            join_group()
         self.device, self.count = dist.get_rank(), dist.get_world_size()
+        self.silence_seconds = patience_seconds("COUNTERPOINT_SILENCE_SECONDS", SILENCE_SECONDS)
         self.failure: str | None = None
         self.disagreement: str | None = None
         self.on_failure: Callable[[str], None] = lambda text: None
         self._said = False
         Peers._runs += 1
         prefix = f"counterpoint {Peers._runs}"
-        self._asked, self._watch_store = _Asked(_store(prefix), self), _store(prefix)
+        self._asked = Asked(own_store(prefix), lambda: self.failure, self.silence_seconds)
+        self._watch_store = own_store(prefix)
         self._questions, self._calls = 0, Calls()
         self._ended = threading.Event()
         self._beaten = time.monotonic()
@@ -151,7 +150,7 @@ class Peers:
                 self._watch_store.set(f"pulse {self.device}", json.dumps([beats, calls.count, calls.names]))
                 text = self._silent(heard) or self._disagreeing(calls, heard)
             except RuntimeError as error:
-                text = f"device 0 is gone: its rendezvous store does not answer ({_line(error)})"
+                text = f"device 0 is gone: its rendezvous store does not answer ({first_line(error)})"
             self._beaten = time.monotonic()
             if text is not None:
                 self._lose(text)
@@ -161,7 +160,7 @@ class Peers:
         """The store may hang with the process that holds it, and whoever asks it."""
         while not self._ended.wait(BEAT_SECONDS):
             silence = time.monotonic() - self._beaten
-            if silence > SILENCE_SECONDS and self.failure is None:
+            if silence > self.silence_seconds and self.failure is None:
                 self._lose(f"device 0 has not answered for {silence:.0f} s: it hangs or lost its network")
                 return
 
@@ -181,7 +180,7 @@ class Peers:
                 found = self._watch_store.get(f"pulse {device}")
             if found != pulse:
                 heard[device] = (found, now)
-            elif now - since > SILENCE_SECONDS and not self._watch_store.check([f"parted {device}"]):
+            elif now - since > self.silence_seconds and not self._watch_store.check([f"parted {device}"]):
                 return f"device {device} has not answered for {now - since:.0f} s: it died, hangs or lost its network"
         return None
 
@@ -214,83 +213,3 @@ class Peers:
         waited = [f"{word} {device}" for device in self.others]
         while time.monotonic() < end and not self._asked.check(waited) and (failed or self.failure is None):
             time.sleep(0.01)
-
-
-class _Asked:
-    """The store behind a thread of its own: whoever asks gets an answer, or hears that there will be none."""
-
-    def __init__(self, store: Any, peers: Peers) -> None:
-        self._store, self._peers = store, peers
-        self._questions: queue.SimpleQueue[tuple[Callable[[], Any], queue.SimpleQueue[Any]]] = queue.SimpleQueue()
-        threading.Thread(target=self._serve, name="counterpoint store", daemon=True).start()
-
-    def set(self, key: str, value: str) -> None:
-        self._ask(lambda: self._store.set(key, value))
-
-    def get(self, key: str) -> Any:
-        return self._ask(lambda: self._store.get(key))
-
-    def add(self, key: str, number: int) -> None:
-        """Of several devices the first counts."""
-        self._ask(lambda: self._store.compare_set(key, "", str(number)))
-
-    def check(self, keys: list[str]) -> bool:
-        return bool(self._ask(lambda: self._store.check(keys)))
-
-    def _ask(self, question: Callable[[], Any]) -> Any:
-        answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._questions.put((question, answers))
-        since = time.monotonic()
-        while True:
-            try:
-                answer = answers.get(timeout=BEAT_SECONDS)
-                break
-            except queue.Empty:
-                waited = time.monotonic() - since
-                if waited > SILENCE_SECONDS or (self._peers.failure is not None and waited > _HEAR_SECONDS):
-                    text = self._peers.failure or "device 0 does not answer: its rendezvous store hangs"
-                    raise ExecutionError(text) from None
-        if isinstance(answer, RuntimeError):
-            raise ExecutionError(self._peers.failure or f"the rendezvous store is gone: {_line(answer)}") from answer
-        return answer
-
-    def _serve(self) -> None:
-        while True:
-            question, answers = self._questions.get()
-            try:
-                answers.put(question())
-            except RuntimeError as error:
-                answers.put(error)
-
-
-def _join() -> None:
-    """Make the process group, apart from that of an earlier attempt: the launcher's store outlives its processes."""
-    device, count = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    limit = datetime.timedelta(seconds=JOIN_SECONDS)
-    address, port = os.environ.get("MASTER_ADDR", "127.0.0.1"), int(os.environ.get("MASTER_PORT", "29500"))
-    holds = device == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    try:
-        store: Any = torch._C._distributed_c10d.TCPStore(address, port, count, holds, limit)
-        attempt = f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
-        dist.init_process_group(
-            "gloo",
-            timeout=limit,
-            store=dist.distributed_c10d.PrefixStore(attempt, store),
-            rank=device,
-            world_size=count,
-        )
-    except (RuntimeError, ValueError) as error:
-        raise ExecutionError(
-            f"device {device} did not find the other {count - 1} devices within {JOIN_SECONDS} s: "
-            f"{_line(error)}; start all of them, with the same MASTER_ADDR and MASTER_PORT"
-        ) from error
-
-
-def _store(prefix: str) -> Any:
-    """A connection of one's own to the rendezvous store: another thread may be waiting on the first one."""
-    base: Any = dist.distributed_c10d._get_default_store()
-    return dist.distributed_c10d.PrefixStore(prefix, base.clone())
-
-
-def _line(error: BaseException) -> str:
-    return str(error).splitlines()[0][:300] if str(error) else type(error).__name__

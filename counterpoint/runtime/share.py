@@ -5,8 +5,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from counterpoint.core.duties import Duties
 from counterpoint.decomposer.chain import NO_LAYER, Chain
-from counterpoint.runtime.duties import Duties
 from counterpoint.runtime.peers import Peers
 from counterpoint.runtime.whole_folder import unfinished_folder, whole_folder
 

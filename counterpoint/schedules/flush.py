@@ -22,9 +22,9 @@ from counterpoint.schedules.places import Place, stage_places
 
 def write(plan: Plan, outline: Outline) -> Program:
     units = common_units(plan)
-    later = [len(plan.stages) - 1 - stage for stage in range(len(plan.stages)) for _ in range(plan.num_replicas)]
+    last = len(plan.stages) - 1
     places = stage_places(plan, outline)
-    return synchronous(plan, outline, [_body(place, units, q) for place, q in zip(places, later, strict=True)])
+    return synchronous(plan, outline, [_body(place, units, last - place.position) for place in places])
 
 
 def _body(place: Place, units: int, later: int) -> list[Task]:

@@ -23,7 +23,7 @@ class Shared:
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """One device's part of a step.
+    """One device's part of a step: a `position` in the pipeline of a `replica`.
 
     `forwards` and `backwards` are its packs as tasks of microbatch 0, both in ascending order. `replicas` are the
     devices that run the same packs, `pipeline` those that hold one copy of the model and update it; this device is
@@ -40,6 +40,7 @@ class Place:
     pipeline: tuple[int, ...]
     shared: tuple[Shared, ...] = ()
     delay: int = 0
+    position: int = 0
 
 
 def replica_places(plan: Plan, outline: Outline) -> list[Place]:
@@ -56,22 +57,26 @@ def replica_places(plan: Plan, outline: Outline) -> list[Place]:
 
 
 def stage_places(plan: Plan, outline: Outline, delay: int = 0) -> list[Place]:
-    """Stage s of replica r runs on device s * num_replicas + r."""
+    """In the order of the devices."""
     refuse_other_chain(plan, outline)
     _refuse_bad_stages(plan)
-    width = plan.num_replicas
     owned = [_inside(plan.backward_packs, stage) for stage in plan.stages]
     everywhere = not plan.shard_updates
     places = []
     for position, stage in enumerate(plan.stages):
         forwards = forward_tasks(plan, _inside(plan.forward_packs, stage))
         backwards = backward_tasks(plan, owned[position])
-        replicas = tuple(range(position * width, (position + 1) * width))
+        replicas = tuple(plan.device(position, replica) for replica in range(plan.num_replicas))
         for replica, device in enumerate(replicas):
-            pipeline = tuple(p * width + replica for p in updating_positions(plan, outline, owned, everywhere))
+            updating = updating_positions(plan, outline, owned, everywhere)
+            pipeline = tuple(plan.device(other, replica) for other in updating)
             shared = shared_layers(plan, outline, owned, position, replica, everywhere)
-            places.append(Place(plan, outline, device, replica, forwards, backwards, replicas, pipeline, shared, delay))
-    return places
+            places.append(
+                Place(
+                    plan, outline, device, replica, forwards, backwards, replicas, pipeline, shared, delay, position
+                )
+            )  # fmt: skip
+    return sorted(places, key=lambda place: place.device)
 
 
 def shared_layers(
@@ -87,7 +92,7 @@ def shared_layers(
         users = [p for p, packs in enumerate(owned) if any(layer in _weights(outline, pack) for pack in packs)]
         if len(users) < 2 or position not in users:
             continue
-        peers = tuple(user * plan.num_replicas + other for user in users for other in range(plan.num_replicas))
+        peers = tuple(sorted(plan.device(user, other) for user in users for other in range(plan.num_replicas)))
         owns = any(pack.first <= layer <= pack.last for pack in owned[position])
         updates = (everywhere and layer not in plan.host_layers) or (owns and updates_layer(plan, layer, replica))
         found.append(Shared(layer, peers, owns, updates))

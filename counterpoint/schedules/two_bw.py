@@ -34,9 +34,8 @@ def write(plan: Plan, outline: Outline) -> Program:
     waits = plan.clipping or plan.num_replicas > 1 or any(place.shared for place in places)
     devices = []
     for place in places:
-        stage = place.device // plan.num_replicas
-        ahead = len(plan.stages) - 1 - stage
-        devices.append(_delayed(place, units, ahead, stage) if waits else _at_once(place, units, ahead))
+        ahead = len(plan.stages) - 1 - place.position
+        devices.append(_delayed(place, units, ahead, place.position) if waits else _at_once(place, units, ahead))
     return Program(outline, plan.num_microbatches * plan.num_replicas, tuple(devices), epilogue_steps=1)
 
 

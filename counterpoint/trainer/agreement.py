@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, nn
 
+from counterpoint.core.duties import Duties
 from counterpoint.core.errors import ExecutionError
 from counterpoint.core.files import from_json, to_json
 from counterpoint.core.machine import Machine
@@ -21,10 +22,9 @@ from counterpoint.core.text import dump, parse
 from counterpoint.planner.forecast import Forecast
 from counterpoint.planner.search import Freedom
 from counterpoint.runtime.compute import Compute
-from counterpoint.runtime.duties import Duties
 from counterpoint.runtime.peers import Peers
 from counterpoint.trainer.decision import Decision
-from counterpoint.trainer.decision_devices import decide_for_devices
+from counterpoint.trainer.decision_devices import decide_for_devices, these_devices
 from counterpoint.trainer.parts import Parts
 from counterpoint.trainer.wishes import Wishes
 
@@ -92,7 +92,8 @@ def decide_together(
     budgets = peers.gather("the budget", budget)
     chosen: Decision | None = None
     if peers.device == 0:
-        chosen = decide_for_devices(profile, budgets, folder, freedom, wishes.plan, wishes.replicas)
+        machine = these_devices(budgets, folder, peers.servers, wishes.network_bytes_per_s)
+        chosen = decide_for_devices(profile, machine, freedom, wishes.plan, wishes.replicas)
     plan = shared(peers, Plan, "the plan", chosen.plan if chosen else None)
     machine = shared(peers, Machine, "the machine", chosen.machine if chosen else None)
     expected = shared(peers, Forecast, "the forecast", chosen.forecast if chosen else None)

@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from counterpoint.core.errors import BudgetError
-from counterpoint.core.machine import Device, Home, Link, Machine
+from counterpoint.core.machine import Device, Home, Link, Machine, Tier
 from counterpoint.core.plan import Plan
 from counterpoint.core.profile import Profile
 from counterpoint.core.program import Program
@@ -13,18 +13,21 @@ from counterpoint.core.timeline import Timeline
 from counterpoint.planner.defaults import REPLICATED, Wishes, default_plan
 from counterpoint.planner.forecast import forecast, run
 from counterpoint.planner.search import Freedom
+from counterpoint.planner.servers import arrangements, num_servers
 from counterpoint.trainer.decision import Decision, this_machine
 from counterpoint.trainer.freed_memory import beside_freed
 
 LOOPBACK_BYTES_PER_S = 1_000_000_000  # of gloo between processes of one machine
 _LOOPBACK_NS = 100_000
+NETWORK_BYTES_PER_S = 1_250_000_000  # 10 Gbit/s, unless the user says how fast it is
+_NETWORK_NS = 200_000
 
 
 def decide_for_devices(
-    profile: Profile, budgets: Sequence[int], folder: Path, freedom: Freedom, plan: Plan | None, replicas: int | None
+    profile: Profile, machine: Machine, freedom: Freedom, plan: Plan | None, replicas: int | None
 ) -> Decision:
     """Simulate the candidates, or take the plan that is given; BudgetError if none fits."""
-    machine = these_devices(budgets, folder)
+    budgets = [device.capacity_bytes for device in machine.devices]
     best: tuple[Plan, Program, Timeline] | None = None
     refusal: BudgetError | ValueError | None = None
     for candidate in [plan] if plan is not None else _candidates(profile, machine, freedom, replicas):
@@ -46,22 +49,52 @@ def decide_for_devices(
     return Decision(machine, min(budgets), best[0], program, found, profile, freed)
 
 
-def these_devices(budgets: Sequence[int], folder: Path) -> Machine:
-    """Processes of this machine: each has its budget and a wire to the others, all share the disk."""
+def these_devices(
+    budgets: Sequence[int], folder: Path, servers: Sequence[str] = (), network_bytes_per_s: int | None = None
+) -> Machine:
+    """Processes, each with its budget and a wire to the others; those of one server share its disk.
+
+    `servers` names the server of each, by default one for all. The others' disks are taken to be as fast as this one,
+    and one network of so many bytes per second joins each server to the rest.
+    """
     single = this_machine(max(min(budgets), 1), folder)
-    home = Home("disk", ("disk read", "disk"), ("disk write", "disk"))
-    devices, links = [], list(single.links)
-    for index, budget in enumerate(budgets):
+    names = list(dict.fromkeys(servers)) or [""]
+    count, speed = len(names), network_bytes_per_s or NETWORK_BYTES_PER_S
+    links = [link for server in range(count) for link in _links_of_server(single, server, count, speed)]
+    for index in range(len(budgets)):
         links += [Link(f"{way} {index}", LOOPBACK_BYTES_PER_S, _LOOPBACK_NS) for way in ("send", "receive")]
-        path = ((f"send {index}",), (f"receive {index}",))
-        devices.append(Device(f"cpu {index}", max(budget, 1), (home,), *path, *path))
-    return Machine(f"{len(budgets)} processes", tuple(devices), tuple(links), single.tiers)
+    places = [names.index(name) for name in servers] or [0] * len(budgets)
+    devices = [_device(index, budget, places[index], count) for index, budget in enumerate(budgets)]
+    tiers = [
+        Tier(_at(tier.name, server, count), tier.capacity_bytes) for server in range(count) for tier in single.tiers
+    ]
+    text = f"{len(budgets)} processes" + (f" on {count} servers" if count > 1 else "")
+    return Machine(text, tuple(devices), tuple(links), tuple(tiers))
+
+
+def _device(index: int, budget: int, server: int, num_servers: int) -> Device:
+    read, write, disk = (_at(name, server, num_servers) for name in ("disk read", "disk write", "disk"))
+    out, into = ((f"from server {server}",), (f"to server {server}",)) if num_servers > 1 else ((), ())
+    home = Home(disk, (read, disk), (write, disk))
+    return Device(f"cpu {index}", max(budget, 1), (home,), (f"send {index}",), (f"receive {index}",), out, into, server)
+
+
+def _links_of_server(single: Machine, server: int, num_servers: int, network_bytes_per_s: int) -> list[Link]:
+    """A server's disk, and its wires to other servers if there are any."""
+    links = [replace(link, name=_at(link.name, server, num_servers)) for link in single.links]
+    if num_servers > 1:
+        links += [Link(f"{way} server {server}", network_bytes_per_s, _NETWORK_NS) for way in ("from", "to")]
+    return links
+
+
+def _at(text: str, server: int, num_servers: int) -> str:
+    return text if num_servers == 1 else f"{text} of server {server}"
 
 
 def _candidates(
     profile: Profile, machine: Machine, freedom: Freedom, replicas: int | None
 ) -> Iterator[Plan | ValueError]:
-    """Microbatch sizes, activation policies, packs, and with replicas who updates."""
+    """Microbatch sizes, activation policies, packs, and with replicas where they are and who updates."""
     schedule = freedom.schedules[0]
     automatic = (None,) if len(freedom.pack_sizes) > 1 else ()
     packs = (*automatic, *(freedom.pack_sizes if schedule in REPLICATED or not automatic else ()))
@@ -77,6 +110,6 @@ def _candidates(
                 except ValueError as error:
                     yield error
                     continue
-                yield found
-                if found.num_replicas > 1 and schedule in REPLICATED:
+                yield from arrangements(found, machine)
+                if found.num_replicas > 1 and schedule in REPLICATED and num_servers(machine) == 1:
                     yield replace(found, shard_updates=True)

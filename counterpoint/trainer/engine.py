@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from counterpoint.core.costs import Costs
+from counterpoint.core.duties import duties_of
 from counterpoint.core.errors import ExecutionError
 from counterpoint.core.profile import Profile
 from counterpoint.core.program import DeviceProgram
@@ -22,7 +23,6 @@ from counterpoint.runtime.backend import CPU
 from counterpoint.runtime.compute import Compute, Step
 from counterpoint.runtime.discard import discard
 from counterpoint.runtime.disk import Disk
-from counterpoint.runtime.duties import duties_of
 from counterpoint.runtime.executor import Executor
 from counterpoint.runtime.home import home_sizes, unused_sizes
 from counterpoint.runtime.home_update import STAGING_BYTES as HOME_STAGING_BYTES

@@ -5,9 +5,8 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from counterpoint.core.errors import ExecutionError
+from counterpoint.core.duties import Duties
 from counterpoint.runtime.disk import Disk
-from counterpoint.runtime.duties import Duties
 from counterpoint.runtime.home import home_sizes, unused_sizes
 from counterpoint.runtime.home_names import HomeNames
 from counterpoint.runtime.peers import Peers
@@ -40,7 +39,6 @@ def common_folder(stack: contextlib.ExitStack, peers: Peers, folder: Path | None
 def open_home(stack: contextlib.ExitStack, peers: Peers, folder: Path, parts: Parts, duties: Duties) -> SharedHome:
     """The server's first device makes the files, then the others open them."""
     here, device = peers.server_devices, peers.device
-    _refuse_updates_elsewhere(duties, here)
     copies = {layer: [d for d in duties.writers[layer] if d in here] for layer in sorted(duties.copied)}
     holders = {layer: device if device in found else found[0] for layer, found in copies.items() if found}
     sizes = {
@@ -62,17 +60,6 @@ def open_home(stack: contextlib.ExitStack, peers: Peers, folder: Path, parts: Pa
     passing = stack.enter_context(Disk(own, {}))
     fills = frozenset(i for i in range(parts.frame.num_layers) if duties.fills(i, device, peers.servers))
     return SharedHome(disk, passing, HomeNames(holders, duties.two_versions), versions, fills)
-
-
-def _refuse_updates_elsewhere(duties: Duties, here: tuple[int, ...]) -> None:
-    """New weights reach a server's devices through its own home only."""
-    for layer, (writers, users) in enumerate(zip(duties.writers, duties.users, strict=True)):
-        readers = [device for device in users if device in here]
-        if readers and writers and not any(device in here for device in writers):
-            raise ExecutionError(
-                f"layer {layer} is updated on device {writers[0]}, but device {readers[0]} on another server uses it; "
-                "across servers use a pipeline, or replicas that update each for themselves"
-            )
 
 
 def _remove_empty(folder: Path) -> None:

@@ -47,8 +47,9 @@ class Trainer:
 
     Started by torchrun, or with a process group of one's own, each process is one device with `memory` to itself. All
     of them make the same calls with the same batches, and every call tells all of them the same. `replicas` are copies
-    of the model, each with its share of the batch. Under 2bw a step is finished while the next one runs: `step` then
-    returns the loss of the step before, and `settle` finishes the last.
+    of the model, each with its share of the batch; `network` is the speed between servers, in bytes per second. Under
+    2bw a step is finished while the next one runs: `step` then returns the loss of the step before, and `settle`
+    finishes the last.
 
     `plan` prints as its forecast. `step_count` counts finished steps; `data_position` is the caller's to set, and is
     saved and loaded with the rest.
@@ -74,6 +75,7 @@ class Trainer:
         plan: Plan | None = None,
         replicas: int | None = None,
         devices: int | None = None,
+        network: str | int | None = None,
         weights: str | Path | None = None,
         resume: str | Path | None = None,
     ) -> None:
@@ -91,8 +93,9 @@ class Trainer:
                 wishes = read_wishes(
                     minibatch_size=self.minibatch_size, memory=memory, disk=disk, max_grad_norm=max_grad_norm,
                     microbatch=microbatch, precision=precision, seed=seed, schedule=schedule, activations=activations,
-                    pack=pack, residency=residency, plan=plan, replicas=replicas,
+                    pack=pack, residency=residency, plan=plan, replicas=replicas, network=network,
                     num_devices=self.peers.count if self.peers else 1,
+                    num_servers=len(set(self.peers.servers)) if self.peers else 1,
                 )  # fmt: skip
                 self._begin(stack, parts, wishes, example)
                 if resume is not None:

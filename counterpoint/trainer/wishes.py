@@ -9,6 +9,7 @@ from counterpoint.core.plan import POLICIES, SCHEDULES, Plan
 from counterpoint.core.units import parse_bytes
 from counterpoint.passes.residency import RESIDENCIES
 from counterpoint.planner.search import Freedom
+from counterpoint.planner.servers import refuse_schedule
 from counterpoint.runtime.memory_process import memory_limit_bytes
 
 PRECISIONS: dict[str, torch.dtype | None] = {"fp32": None, "bf16": torch.bfloat16}
@@ -29,6 +30,7 @@ class Wishes:
     max_grad_norm: float | None
     seed: int
     replicas: int | None = None
+    network_bytes_per_s: int | None = None
 
 
 def read_wishes(
@@ -46,10 +48,13 @@ def read_wishes(
     residency: str,
     plan: Plan | None,
     replicas: int | None = None,
+    network: str | int | None = None,
     num_devices: int = 1,
+    num_servers: int = 1,
 ) -> Wishes:
     _refuse_unknown("precision", precision, tuple(PRECISIONS))
     _refuse_schedule(schedule, num_devices, replicas)
+    refuse_schedule(schedule if plan is None else plan.schedule, num_servers)
     _refuse_unknown("residency", residency, RESIDENCIES)
     _refuse_unknown("activations", activations, (None, *POLICIES))
     _refuse_bad_sizes(minibatch_size, microbatch, pack, max_grad_norm, plan)
@@ -66,7 +71,10 @@ def read_wishes(
     )
     memory_bytes = memory_limit_bytes() * DEFAULT_SHARE_PERCENT // 100 if memory is None else parse_bytes(memory)
     folder = None if disk is None else Path(disk)
-    return Wishes(memory_bytes, freedom, plan, folder, PRECISIONS[precision], max_grad_norm, seed, replicas)
+    speed = None if network is None else parse_bytes(network)
+    if speed == 0:
+        raise ValueError("network must be more than 0 bytes per second; leave it out to use the usual one")
+    return Wishes(memory_bytes, freedom, plan, folder, PRECISIONS[precision], max_grad_norm, seed, replicas, speed)
 
 
 def _refuse_unknown(option: str, value: object, known: tuple[object, ...]) -> None:

@@ -1,12 +1,23 @@
 """What devices really moved and held is what their programs say, and what the papers say of the schedules."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from counterpoint.core.plan import Plan
 from tests.devices.launch import Crew, launch
-from tests.devices.problems import Problem, Setting, differences, folder_of, plain_loop, replicated, staged, wrapped
+from tests.devices.problems import (
+    Problem,
+    Setting,
+    differences,
+    folder_of,
+    plain_loop,
+    replicated,
+    staged,
+    train,
+    wrapped,
+)
 from tests.devices.workers import act_on_servers, count
 
 PROBLEM = Problem(minibatch=16, dtype="float64")
@@ -51,10 +62,30 @@ def test_servers_have_homes_of_their_own(tmp_path: Path) -> None:
     assert found[0]["losses"][:-1] == found[1]["losses"][:-1] == losses
 
 
-def test_updates_for_another_server_are_refused(tmp_path: Path) -> None:
-    problem = Problem()
+@pytest.mark.parametrize(
+    ("setting", "says"),
+    [
+        (Setting(replicated(PROBLEM, 2, shard_updates=True)), "on another server uses it"),
+        (Setting(options={"schedule": "harmony_pp"}), "harmony_pp needs devices that share a home"),
+    ],
+    ids=["sharded updates", "harmony-pp"],
+)
+def test_updates_for_another_server_are_refused(setting: Setting, says: str, tmp_path: Path) -> None:
     environments = [{"GROUP_RANK": str(server)} for server in (0, 1)]
-    with Crew(2, act_on_servers, problem, Setting(replicated(problem, 2, shard_updates=True)), str(tmp_path / "home"),
-              environments=environments) as crew:  # fmt: skip
-        found = crew.outcomes(60)
-    assert any("on another server uses it" in outcome.error for outcome in found), found
+    with Crew(2, act_on_servers, PROBLEM, setting, str(tmp_path / "home"), environments=environments) as crew:
+        found = crew.outcomes()
+    assert all(says in outcome.error for outcome in found), found
+
+
+@pytest.mark.parametrize("schedule", ["flush", "2bw"])
+def test_replicas_on_servers_of_their_own(schedule: str, tmp_path: Path) -> None:
+    """Pipelines side by side: sums of gradients cross between servers, and their bits are the same."""
+    problem = Problem(dtype="float64", max_grad_norm=0.05)
+    plan = staged(schedule, problem, replicas=2)
+    expected = launch(4, train, problem, Setting(plan), folder_of(tmp_path))
+    setting = Setting(replace(plan, replicas_apart=True))
+    environments = [{"GROUP_RANK": str(server)} for server in (0, 0, 1, 1)]
+    with Crew(4, act_on_servers, problem, setting, str(tmp_path / "home"), environments=environments) as crew:
+        found = crew.results()
+    assert [differences(device["weights"], expected[0]["weights"]) for device in found] == [{}] * 4
+    assert [device["losses"][1:] for device in found] == [expected[0]["losses"][1:]] * 4

@@ -2,7 +2,7 @@
 
 from collections import defaultdict
 from collections.abc import Sequence
-from itertools import pairwise
+from itertools import pairwise, product
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -90,6 +90,7 @@ def plans(draw: st.DrawFn, outline: Outline, schedules: Sequence[str] = SCHEDULE
         tuple(sorted(draw(st.sets(st.integers(0, outline.num_layers - 1))))),
         draw(st.booleans()),
         draw(st.booleans()),
+        replicas_apart=draw(st.booleans()),
     )
 
 
@@ -246,15 +247,16 @@ def test_stashes_in_flight(case: tuple[Plan, Outline]) -> None:
     plan, outline = case
     program = write_program(plan, outline)
     depth, units = len(plan.stages), plan.num_microbatches // plan.forward_group
-    for device, tasks in enumerate(flattened(program, 3)):
-        stage = plan.stages[device // plan.num_replicas]
+    everywhere = flattened(program, 3)
+    for position, replica in product(range(depth), range(plan.num_replicas)):
+        tasks, stage = everywhere[plan.device(position, replica)], plan.stages[position]
         first = [task for task in tasks if isinstance(task, Forward) and task.first == stage.first]
         last = [task for task in tasks if isinstance(task, Backward) and task.first == stage.first]
         in_flight = peak = 0
         for task in tasks:
             in_flight += (task in first) - (task in last)
             peak = max(peak, in_flight)
-        limit = depth - device // plan.num_replicas
+        limit = depth - position
         expected = units if plan.schedule == "gpipe" else min(limit, units + (plan.schedule == "2bw"))
         assert peak == expected if first else not peak
 

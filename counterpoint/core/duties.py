@@ -1,6 +1,7 @@
 """A program -> what each device has to do with the others: who updates and runs which layer, who computes losses."""
 
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from counterpoint.core.program import Program, lane, reads
@@ -40,6 +41,15 @@ class Duties:
         same = [d for d in self.users[layer] if servers[d] == servers[device]]
         writers = [d for d in self.writers[layer] if d in same]
         return bool(same) and device == (writers or same)[0]
+
+    def updated_elsewhere(self, servers: Sequence[object]) -> tuple[int, int, int] | None:
+        """A layer, a device that updates it, and one that uses it on a server where nobody does, if there is one."""
+        for layer, (writers, users) in enumerate(zip(self.writers, self.users, strict=True)):
+            known = {servers[device] for device in writers}
+            for device in users:
+                if known and servers[device] not in known:
+                    return layer, writers[0], device
+        return None
 
 
 def duties_of(program: Program) -> Duties:
