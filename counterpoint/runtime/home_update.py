@@ -5,13 +5,13 @@ a layer can be trained whose weights, gradient and state do not fit together. Th
 element; the bits are those of an update at once.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from counterpoint.core.task import Update, grad
+from counterpoint.core.task import Update, grad, weight
 from counterpoint.runtime.disk import Disk
 from counterpoint.runtime.disk_extents import BLOCK_BYTES, round_to_blocks
 from counterpoint.runtime.disk_transfer import Transfer
@@ -26,11 +26,12 @@ _TURNS = 3  # one slice being read, one updated, one written
 
 @dataclass(frozen=True, slots=True)
 class _Source:
-    """A tensor at home and the stretch of staging memory that its slices pass through."""
+    """A tensor at home; what becomes of it goes to `target`, if anywhere."""
 
+    disk: Disk
     key: str
     slot: Slot
-    writes: bool
+    target: str = ""
 
 
 class HomeUpdate:
@@ -45,32 +46,51 @@ class HomeUpdate:
         fresh = layer in self.store.fresh_states
         for slot in self.store.frame.weights[layer].slots:
             states = _states(self.store.states[layer], slot.name)
+            weights = self._weights(layer, task, slot)
             if slot.name in started and slot.name in self.rule.group_of:
-                gradient = _Source(self.store.key(grad(layer, task.step)), slot, writes=False)
-                self._update_parameter(layer, slot, gradient, states, fresh, factor)
-            elif fresh:
-                for state_slot in states.values():
+                gradient = _Source(self.store.passing, self.store.key(grad(layer, task.step)), slot)
+                self._update_parameter(layer, [weights, gradient], states, fresh, factor)
+            else:
+                self._copy(weights)
+                for state_slot in states.values() if fresh else ():
                     self._write_zeros(self.store.names.state(layer), state_slot)
         self.store.fresh_states.discard(layer)
+        self.store.announce(weight(layer, task.step + 1))
+
+    def keep(self, layer: int, task: Update) -> None:
+        """The next version is as this one."""
+        for slot in self.store.frame.weights[layer].slots:
+            self._copy(self._weights(layer, task, slot))
+        self.store.announce(weight(layer, task.step + 1))
+
+    def _weights(self, layer: int, task: Update, slot: Slot) -> _Source:
+        """With two versions the next one has a place of its own."""
+        old, new = (self.store.names.weight(layer, number) for number in (task.step, task.step + 1))
+        return _Source(self.store.disk, old, slot, new)
+
+    def _copy(self, source: _Source) -> None:
+        if source.target != source.key:
+            self._count([source], fresh=False)
+            for _ in _slices([source], self._region, fresh=False):
+                pass
 
     def _update_parameter(
         self,
         layer: int,
-        slot: Slot,
-        gradient: _Source,
+        sources: list[_Source],
         states: dict[str, Slot],
         fresh: bool,
         factor: Tensor | None,
     ) -> None:
+        slot, home = sources[0].slot, self.store.names.state(layer)
         like = {key: s for key, s in states.items() if s.shape == slot.shape}
         alone = {key: s for key, s in states.items() if s.shape != slot.shape}
-        sources = [_Source(self.store.names.weight(layer), slot, True), gradient]
-        sources += [_Source(self.store.names.state(layer), s, True) for s in like.values()]
+        sources = [*sources, *(_Source(self.store.disk, home, s, home) for s in like.values())]
         self._count(sources, fresh)
         before = dict(self.rule.scalars.get(slot.name, {}))
-        singles = {key: self._read_single(self.store.names.state(layer), s, fresh) for key, s in alone.items()}
+        singles = {key: self._read_single(home, s, fresh) for key, s in alone.items()}
         after = singles
-        for pieces in _slices(self.store.disk, sources, self._region, fresh):
+        for pieces in _slices(sources, self._region, fresh):
             if factor is not None:
                 pieces[1].mul_(factor)
             if before:  # plain numbers of the state advance once, not with every slice
@@ -79,11 +99,11 @@ class HomeUpdate:
             state = dict(zip(like, pieces[2:], strict=True)) | after
             self.rule.update(slot.name, pieces[0], pieces[1], state, fresh)
         for key, state_slot in alone.items():
-            self._write_single(self.store.names.state(layer), state_slot, after[key])
+            self._write_single(home, state_slot, after[key])
 
     def _count(self, sources: list[_Source], fresh: bool) -> None:
         read = sum(source.slot.num_bytes for index, source in enumerate(sources) if index < 2 or not fresh)
-        written = sum(source.slot.num_bytes for source in sources if source.writes)
+        written = sum(source.slot.num_bytes for source in sources if source.target)
         self.store.count(loaded=read, evicted=written)
 
     def _read_single(self, key: str, slot: Slot, fresh: bool) -> Tensor:
@@ -112,7 +132,7 @@ def _states(flat: Flat, parameter: str) -> dict[str, Slot]:
     return found
 
 
-def _slices(disk: Disk, sources: list[_Source], region: Region, fresh: bool) -> Iterator[list[Tensor]]:
+def _slices(sources: list[_Source], region: Region, fresh: bool) -> Iterator[list[Tensor]]:
     """Flat slices of all sources in step, as tensors that are written back when the next slice is asked for.
 
     State that is `fresh` is not read: its slices come as they are, for the optimizer to fill.
@@ -122,7 +142,7 @@ def _slices(disk: Disk, sources: list[_Source], region: Region, fresh: bool) -> 
     stretch = region.num_bytes // (_TURNS * len(sources)) // BLOCK_BYTES * BLOCK_BYTES
     size = stretch // widest // BLOCK_BYTES * BLOCK_BYTES  # slices of every width begin at a block
     starts = range(0, count, size)
-    turns = [_Turn(disk, sources, region, turn * len(sources) * stretch, stretch, fresh) for turn in range(_TURNS)]
+    turns = [_Turn(sources, region, turn * len(sources) * stretch, stretch, fresh) for turn in range(_TURNS)]
     turns[0].read(0, min(size, count))
     for number, start in enumerate(starts):
         turn = turns[number % _TURNS]
@@ -137,10 +157,8 @@ def _slices(disk: Disk, sources: list[_Source], region: Region, fresh: bool) -> 
 class _Turn:
     """One slice of each source in staging memory: read, lent, written back."""
 
-    def __init__(
-        self, disk: Disk, sources: list[_Source], region: Region, offset: int, stretch: int, fresh: bool
-    ) -> None:
-        self.disk, self.sources, self.region, self.fresh = disk, sources, region, fresh
+    def __init__(self, sources: list[_Source], region: Region, offset: int, stretch: int, fresh: bool) -> None:
+        self.sources, self.region, self.fresh = sources, region, fresh
         self.offsets = [offset + index * stretch for index in range(len(sources))]
         self.start = self.count = 0
         self.pending: list[Transfer] = []
@@ -150,7 +168,7 @@ class _Turn:
         self.start, self.count = start, count
         for index, source in enumerate(self.sources):
             if not (self.fresh and index >= 2):
-                self._move(self.disk.read, source, self.offsets[index])
+                self._move(source.disk.read, source.key, source.slot, self.offsets[index])
 
     def tensors(self) -> list[Tensor]:
         self.wait()
@@ -159,15 +177,15 @@ class _Turn:
 
     def write(self) -> None:
         for source, offset in zip(self.sources, self.offsets, strict=True):
-            if source.writes:
-                self._move(self.disk.write, source, offset)
+            if source.target:
+                self._move(source.disk.write, source.target, source.slot, offset)
 
     def wait(self) -> None:
         for transfer in self.pending:
             transfer.wait()
         self.pending.clear()
 
-    def _move(self, move: object, source: _Source, offset: int) -> None:
-        itemsize = source.slot.dtype.itemsize
+    def _move(self, move: Callable[..., Transfer], key: str, slot: Slot, offset: int) -> None:
+        itemsize = slot.dtype.itemsize
         view = self.region.view(offset, round_to_blocks(self.count * itemsize))
-        self.pending.append(move(source.key, view, source.slot.offset_bytes + self.start * itemsize))  # type: ignore[operator]
+        self.pending.append(move(key, view, slot.offset_bytes + self.start * itemsize))

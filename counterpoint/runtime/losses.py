@@ -1,5 +1,6 @@
 """The losses that each device computes -> all of a step's losses on every device, before its first update."""
 
+import threading
 from functools import partial
 
 import torch
@@ -16,6 +17,7 @@ class LossExchange:
 
     def __init__(self, executor: Executor, transport: Transport, compute: Compute, duties: Duties) -> None:
         self.executor, self.transport, self.compute, self.duties = executor, transport, compute, duties
+        self._lock = threading.Lock()
         compute.num_losses = len(duties.losses.get(executor.device, ()))
         compute.on_losses = self._spread
         compute.updates.complete = self.hear
@@ -26,10 +28,13 @@ class LossExchange:
 
     def hear(self, number: int) -> None:
         """Complete the losses of a step, by its number since the pipeline was empty."""
-        step = self.compute.steps[number]
-        if step.complete:
-            return
-        step.complete = True
+        with self._lock:  # updates on the device and at home ask for them
+            step = self.compute.steps[number]
+            if not step.complete:
+                self._hear(step, number)
+                step.complete = True
+
+    def _hear(self, step: Step, number: int) -> None:
         dtype = self.compute.chain.values[self.compute.chain.loss].dtype
         first = number * self.compute.num_microbatches
         for device, microbatches in self.duties.losses.items():

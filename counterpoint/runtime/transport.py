@@ -16,9 +16,9 @@ from counterpoint.core.errors import ExecutionError
 from counterpoint.runtime.strides import Form, spanned
 
 SLICE_BYTES = 4 << 20
-_VALUES, _SUMS, _LOSSES, _NORMS = 1, 2, 3, 4
+_VALUES, _SUMS, _LOSSES, _NORMS, _BUFFERS = 1, 2, 3, 4, 5
 _MAX_DIMENSIONS = 12
-_KEPT_LOSSES = 8
+_KEPT = 8
 _DTYPES = (
     torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16, torch.int8,
     torch.uint8, torch.bool, torch.complex64, torch.complex128,
@@ -139,15 +139,27 @@ class Transport:
         _exchange([(norms, peer) for peer in others], [(found[peer], peer) for peer in others], _NORMS)
         return {**found, self.device: norms}
 
-    # ---- losses
+    # ---- what is handed out without waiting for it
 
     def spread_losses(self, losses: Tensor) -> None:
-        """Hand a step's losses to everybody without waiting for it."""
-        others = [peer for peer in range(self.num_devices) if peer != self.device]
-        if len(self._pending) > _KEPT_LOSSES:  # a step's losses have long arrived when so many more have been sent
+        """A step's losses, to everybody."""
+        self._spread(losses, [peer for peer in range(self.num_devices) if peer != self.device], _LOSSES)
+
+    def spread(self, message: Tensor, peers: Sequence[int]) -> None:
+        """Bytes, to some."""
+        self._spread(message, peers, _BUFFERS)
+
+    def hear(self, num_bytes: int, peer: int) -> Tensor:
+        """The next bytes that a peer has spread."""
+        message = torch.empty(num_bytes, dtype=torch.uint8)
+        _receive(message, peer, _BUFFERS).wait()
+        return message
+
+    def _spread(self, message: Tensor, peers: Sequence[int], tag: int) -> None:
+        if len(self._pending) > _KEPT:  # what was sent has long arrived when so much more has been
             for work in self._pending.pop(0)[1]:
                 work.wait()
-        self._pending.append((losses, [_isend(losses, peer, _LOSSES) for peer in others]))
+        self._pending.append((message, [_isend(message, peer, tag) for peer in peers]))
 
     def hear_losses(self, count: int, peer: int) -> Tensor:
         """The next step's losses of a peer that computes `count` of them."""

@@ -128,7 +128,10 @@ class Updates:
     def _keep(self, layer: int, task: Update) -> None:
         """The weights stay as they are, also as the next version."""
         self.started.pop(grad(layer, task.step))
-        if not task.host:
+        if task.host:
+            assert self.home is not None
+            self.home.keep(layer, task)
+        else:
             self._target(layer, task)
 
     def _target(self, layer: int, task: Update) -> Buffer:

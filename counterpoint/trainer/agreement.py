@@ -100,7 +100,8 @@ def decide_together(
     text, freed = peers.broadcast("the program", (dump(chosen.program), chosen.freed) if chosen else None)
     program = chosen.program if chosen else parse(text)
     profile = shared(peers, Profile, "the profile of the program", chosen.profile if chosen else None)
-    return Decision(machine, budgets[peers.device], plan, program, expected, profile, freed)
+    budget = machine.devices[peers.device].capacity_bytes
+    return Decision(machine, budget, plan, program, expected, profile, freed)
 
 
 def share_buffers(peers: Peers, duties: Duties, compute: Compute) -> None:

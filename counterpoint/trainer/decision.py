@@ -62,10 +62,10 @@ def decide(
     """Search for a plan, or take the one that is given; `model_bytes` of the base are the user's own weights."""
     budget = usable_bytes(memory_bytes, base_bytes)
     machine = this_machine(budget, folder)
-    profile = _with_home_updates(profile, machine)
+    profile = with_home_updates(profile, machine)
     try:
         if plan is not None:
-            machine = _beside_staging(machine, plan.host_layers)
+            machine = beside_staging(machine, plan.host_layers)
             program, timeline = run(profile, machine, plan, steps=3)
         else:
             machine, found = _found(profile, machine, freedom)
@@ -81,11 +81,10 @@ def decide(
 def _found(profile: Profile, machine: Machine, freedom: Freedom) -> tuple[Machine, Candidate]:
     """The fastest plan; layers whose update would take half the memory may be updated at home if `freedom` allows."""
     budget = machine.devices[0].capacity_bytes
-    large = [i for i, cost in enumerate(profile.layers) if _update_bytes(cost) * 2 > budget]
     found: list[tuple[Machine, Candidate]] = []
     smallest: list[int] = []
-    for host_layers in dict.fromkeys(((), tuple(layer for layer in large if layer in freedom.host_layers))):
-        smaller = _beside_staging(machine, host_layers)
+    for host_layers in dict.fromkeys(((), large_updates(profile, budget, freedom))):
+        smaller = beside_staging(machine, host_layers)
         try:
             found.append((smaller, search(profile, smaller, replace(freedom, host_layers=host_layers))))
         except BudgetError as error:
@@ -95,24 +94,27 @@ def _found(profile: Profile, machine: Machine, freedom: Freedom) -> tuple[Machin
     return min(found, key=lambda pair: pair[1].timeline.step_ns)
 
 
+def large_updates(profile: Profile, budget: int, freedom: Freedom) -> tuple[int, ...]:
+    """Layers that may be updated at home, and would take half the budget on a device."""
+    return tuple(i for i, c in enumerate(profile.layers) if _update_bytes(c) * 2 > budget and i in freedom.host_layers)
+
+
 def _update_bytes(cost: LayerCost) -> int:
     return cost.weight_bytes + cost.grad_bytes + cost.state_bytes
 
 
-def _beside_staging(machine: Machine, host_layers: tuple[int, ...]) -> Machine:
+def beside_staging(machine: Machine, host_layers: tuple[int, ...]) -> Machine:
     """What is left of the budget when updates at home have their memory."""
     if not host_layers:
         return machine
-    return _with_capacity(machine, machine.devices[0].capacity_bytes - STAGING_BYTES)
+    devices = (replace(d, capacity_bytes=max(1, d.capacity_bytes - STAGING_BYTES)) for d in machine.devices)
+    return replace(machine, devices=tuple(devices))
 
 
-def _with_capacity(machine: Machine, capacity_bytes: int) -> Machine:
-    return replace(machine, devices=(replace(machine.devices[0], capacity_bytes=max(1, capacity_bytes)),))
-
-
-def _with_home_updates(profile: Profile, machine: Machine) -> Profile:
+def with_home_updates(profile: Profile, machine: Machine) -> Profile:
     """An update at home reads weights, gradient and state and writes weights and state."""
-    speed = min(link.bytes_per_s for link in machine.links)
+    home = machine.devices[0].homes[0]
+    speed = min(machine.link(name).bytes_per_s for name in (*home.load, *home.evict))
     layers = []
     for cost in profile.layers:
         moved = 2 * _update_bytes(cost) - cost.grad_bytes

@@ -14,7 +14,7 @@ from counterpoint.planner.defaults import REPLICATED, Wishes, default_plan
 from counterpoint.planner.forecast import forecast, run
 from counterpoint.planner.search import Freedom
 from counterpoint.planner.servers import arrangements, num_servers
-from counterpoint.trainer.decision import Decision, this_machine
+from counterpoint.trainer.decision import Decision, beside_staging, large_updates, this_machine, with_home_updates
 from counterpoint.trainer.freed_memory import beside_freed
 
 LOOPBACK_BYTES_PER_S = 1_000_000_000  # of gloo between processes of one machine
@@ -27,7 +27,7 @@ def decide_for_devices(
     profile: Profile, machine: Machine, freedom: Freedom, plan: Plan | None, replicas: int | None
 ) -> Decision:
     """Simulate the candidates, or take the plan that is given; BudgetError if none fits."""
-    budgets = [device.capacity_bytes for device in machine.devices]
+    profile = with_home_updates(profile, machine)
     best: tuple[Plan, Program, Timeline] | None = None
     refusal: BudgetError | ValueError | None = None
     for candidate in [plan] if plan is not None else _candidates(profile, machine, freedom, replicas):
@@ -35,7 +35,7 @@ def decide_for_devices(
             refusal = refusal or candidate
             continue
         try:
-            program, timeline = run(profile, machine, candidate, steps=4)
+            program, timeline = run(profile, beside_staging(machine, candidate.host_layers), candidate, steps=4)
         except (BudgetError, ValueError) as error:
             refusal = error if refusal is None or isinstance(error, BudgetError) else refusal
             continue
@@ -44,9 +44,11 @@ def decide_for_devices(
     if best is None:
         assert refusal is not None
         raise refusal
+    machine = beside_staging(machine, best[0].host_layers)
     profile, program, timeline, freed = beside_freed(profile, machine, *best)
     found = forecast(profile, machine, best[0], program, timeline)
-    return Decision(machine, min(budgets), best[0], program, found, profile, freed)
+    budget = min(device.capacity_bytes for device in machine.devices)
+    return Decision(machine, budget, best[0], program, found, profile, freed)
 
 
 def these_devices(
@@ -94,8 +96,9 @@ def _at(text: str, server: int, num_servers: int) -> str:
 def _candidates(
     profile: Profile, machine: Machine, freedom: Freedom, replicas: int | None
 ) -> Iterator[Plan | ValueError]:
-    """Microbatch sizes, activation policies, packs, and with replicas where they are and who updates."""
+    """Microbatch sizes, activation policies, packs, where large layers and where replicas are updated."""
     schedule = freedom.schedules[0]
+    large = large_updates(profile, min(device.capacity_bytes for device in machine.devices), freedom)
     automatic = (None,) if len(freedom.pack_sizes) > 1 else ()
     packs = (*automatic, *(freedom.pack_sizes if schedule in REPLICATED or not automatic else ()))
     for size in freedom.microbatch_sizes:
@@ -110,6 +113,7 @@ def _candidates(
                 except ValueError as error:
                     yield error
                     continue
-                yield from arrangements(found, machine)
+                for host_layers in dict.fromkeys(((), large)):
+                    yield from arrangements(replace(found, host_layers=host_layers), machine)
                 if found.num_replicas > 1 and schedule in REPLICATED and num_servers(machine) == 1:
                     yield replace(found, shard_updates=True)

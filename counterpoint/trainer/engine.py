@@ -20,6 +20,7 @@ from counterpoint.decomposer.chain import Batch
 from counterpoint.planner.forecast_text import describe
 from counterpoint.profiler.measure import measured_sizes, profile_of
 from counterpoint.runtime.backend import CPU
+from counterpoint.runtime.buffer_exchange import BufferExchange
 from counterpoint.runtime.compute import Compute, Step
 from counterpoint.runtime.discard import discard
 from counterpoint.runtime.disk import Disk
@@ -102,6 +103,8 @@ class Engine:
             self.base_bytes += reduce_bytes
             budget = usable_bytes(wishes.memory_bytes, self.base_bytes)
             chosen = decide_together(self.peers, self.profile, budget, self.folder, freedom, wishes)
+        if chosen.plan.host_layers and not parts.rule.elementwise:
+            raise ValueError(f"updates at home need an optimizer that works element by element, not {parts.rule.name}")
         self.machine, self.program, self.forecast = chosen.machine, chosen.program, chosen.forecast
         self.budget_bytes, self.chosen = chosen.budget_bytes, chosen
         self.base_bytes += HOME_STAGING_BYTES if chosen.plan.host_layers else 0
@@ -142,6 +145,7 @@ class Engine:
             keep_freed_memory(large=self.chosen.freed == "stay")
         self.transport: Transport | None = None
         self.losses: LossExchange | None = None
+        self.shared_buffers: BufferExchange | None = None
         if self.peers is None:
             self.executor = Executor(self.store, self.compute, costs, budget, headroom)
         else:
@@ -151,7 +155,8 @@ class Engine:
                 self.store, self.compute, costs, budget, headroom, self.device, lanes, self.transport, explain
             )
             self.peers.on_failure = self.executor.lose
-            self.losses = LossExchange(self.executor, self.transport, self.compute, self.duties)
+            devices = (self.executor, self.transport, self.compute, self.duties)
+            self.losses, self.shared_buffers = LossExchange(*devices), BufferExchange(*devices)
         self._evaluator = Evaluator(self.executor, self.compute, costs, self.plan, self.program.budgets, self.peers)
 
     @property
@@ -182,6 +187,8 @@ class Engine:
             if self._bodies < self._given - self.looks_ahead:
                 finished = self._finish_step(self.part.body)
                 self._forget_bad(finished, buffers)
+                if self.shared_buffers is not None and not self.looks_ahead:
+                    self.shared_buffers.take_first()
         return finished
 
     def _forget_bad(self, step: Step, buffers: Mapping[str, Tensor]) -> None:

@@ -115,7 +115,5 @@ def _refuse_other_plan(plan: Plan | None, minibatch_size: int, num_devices: int,
         raise ValueError(f"the plan is for {plan.schedule} on {plan.num_devices} devices; this trainer has {has}")
     if plan.clipping != clipping:
         raise ValueError("the plan and max_grad_norm disagree about clipping; give both or neither")
-    if num_devices > 1 and (plan.host_layers or plan.forward_group > 1 or plan.backward_group > 1):
-        raise ValueError(
-            "updates at home and groups of microbatches are for one device; several can only simulate them"
-        )
+    if plan.forward_group > 1 or plan.backward_group > 1:
+        raise ValueError("groups of microbatches can only be simulated; give larger microbatches instead")

@@ -3,16 +3,18 @@
 import contextlib
 import os
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
+
+from torch.nn.parallel import DistributedDataParallel
 
 from counterpoint import ExecutionError, LossError, Trainer
 from counterpoint.core.outline import Outline
 from counterpoint.core.program import reads, unroll, writes
 from counterpoint.core.task import AllReduce, Backward, Buffer, Evict, Forward, Load, Receive, Send, Task, Update
-from tests.devices.problems import Problem, Setting, make_trainer, train, weights_of
+from tests.devices.problems import OPTIMIZERS, Problem, Setting, make_trainer, train, weights_of
 
 
 def train_for_ever(problem: Problem, setting: Setting, folder: str, mark: str) -> None:
@@ -90,6 +92,37 @@ def train_through_bad_losses(
                 attempt(trainer.settle)
             found |= {"weights": weights_of(trainer), "steps": trainer.step_count}
         return found
+
+
+def train_beside_ddp(problem: Problem, setting: Setting, folder: str, ddp: bool = True) -> dict[str, Any]:
+    """The model's buffers on this device after each step of ours and, in the same processes, of torch's DDP."""
+    found: dict[str, Any] = {"ours": [], "ddp": []}
+    with make_trainer(problem, setting, folder) as trainer:
+        for batch in problem.batches():
+            trainer.step(batch)
+            found["ours"].append({name: tensor.clone() for name, tensor in trainer.compute.buffers.items()})
+        trainer.settle()
+        found["settled"] = dict(trainer.compute.buffers)
+        if ddp:
+            found["ddp"] = list(_ddp_buffers(problem, trainer.device))
+    return found
+
+
+def _ddp_buffers(problem: Problem, device: int) -> Iterator[dict[str, Any]]:
+    """Each process runs its half of the microbatches; the last of them sums the gradients."""
+    model = problem.build()
+    replica = DistributedDataParallel(model)
+    optimizer = OPTIMIZERS[problem.optimizer](model)
+    count = problem.minibatch // problem.microbatch // 2
+    for batch in problem.batches():
+        for k in range(count):
+            start = (device * count + k) * problem.microbatch
+            part = {name: tensor[start : start + problem.microbatch] for name, tensor in batch.items()}
+            with contextlib.nullcontext() if k == count - 1 else replica.no_sync():
+                (problem.loss(replica(part["x"]), part) / count).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        yield {name: tensor.clone() for name, tensor in model.named_buffers()}
 
 
 def act_on_servers(problem: Problem, setting: Setting, folder: str) -> dict[str, Any]:
