@@ -13,7 +13,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch.distributed as dist
@@ -148,7 +148,7 @@ class Peers:
             beats, calls = beats + 1, self._calls
             try:
                 self._watch_store.set(f"pulse {self.device}", json.dumps([beats, calls.count, calls.names]))
-                text = self._silent(heard) or self._disagreeing(calls, heard)
+                text = self._silent(heard) or self._disagreeing(calls, {d: pulse for d, (pulse, _) in heard.items()})
             except RuntimeError as error:
                 text = f"device 0 is gone: its rendezvous store does not answer ({first_line(error)})"
             self._beaten = time.monotonic()
@@ -184,9 +184,9 @@ class Peers:
                 return f"device {device} has not answered for {now - since:.0f} s: it died, hangs or lost its network"
         return None
 
-    def _disagreeing(self, own: Calls, heard: dict[int, tuple[bytes, float]]) -> str | None:
+    def _disagreeing(self, own: Calls, pulses: Mapping[int, bytes]) -> str | None:
         known = {self.device: own}
-        for device, (pulse, _) in heard.items():
+        for device, pulse in pulses.items():
             if pulse:
                 _, count, names = json.loads(pulse)
                 known[device] = Calls(count, tuple(names))
@@ -200,6 +200,9 @@ class Peers:
         with contextlib.suppress(ExecutionError):
             self._asked.set(f"parted {self.device}", "")
             self._await("parted", _HEAR_SECONDS if failed else _PART_SECONDS)
+            if not failed:  # they may have parted because of this call
+                pulses = {d: self._asked.get(f"pulse {d}") for d in self.others if self._asked.check([f"pulse {d}"])}
+                self._disagreeing(self._calls, pulses)
             self._ended.set()
             if self.device:
                 self._asked.set(f"left {self.device}", "")
