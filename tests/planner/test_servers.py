@@ -62,24 +62,25 @@ def test_an_update_for_another_server_is_refused() -> None:
         run(profile, machine, shared)
 
 
-def network_bytes(model: str, minibatch: int, plan_number: int) -> tuple[int, int, Plan]:
+def network_bytes(model: str, minibatch: int, microbatch: int, plan_number: int) -> tuple[int, int, Plan]:
     """What leaves the first server in a step of this arrangement, how long the step takes, and the plan."""
     machine = two_servers()
     profile = catalog.profile(model, machine)
-    plan = arrangements(default_plan(profile, machine, Wishes("gpipe", minibatch, 2, replicas=2)), machine)[plan_number]
+    wishes = Wishes("gpipe", minibatch, microbatch, replicas=2)
+    plan = arrangements(default_plan(profile, machine, wishes), machine)[plan_number]
     timeline = run(profile, machine, plan)[1]
     return dict(timeline.steady_link_bytes)["from server 0"], timeline.step_ns, plan
 
 
 def test_heavy_weights_stay_on_a_server_and_activations_cross() -> None:
-    together, apart = (network_bytes("llama-7b", 4, number) for number in (0, 1))
+    together, apart = (network_bytes("llama-7b", 4, 2, number) for number in (0, 1))
     assert (together[2].replicas_apart, apart[2].replicas_apart) == (False, True)
     assert together[0] * 10 < apart[0]
     assert together[1] < apart[1]
 
 
 def test_heavy_activations_stay_on_a_server_and_gradients_cross() -> None:
-    together, apart = (network_bytes("tiny", 4096, number) for number in (0, 1))
+    together, apart = (network_bytes("tiny", 4096, 256, number) for number in (0, 1))
     assert apart[0] * 3 < together[0]
     assert apart[1] < together[1]
 
