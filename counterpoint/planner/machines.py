@@ -145,8 +145,9 @@ def _servers(name: str, kind: Server, num_devices: int, precision: Precision) ->
         for tier, capacity in (("host", kind.host_bytes), ("disk", kind.disk_bytes))
     ]
     devices = tuple(_device(name, kind, index, precision, wire, num_servers) for index, wire in enumerate(wires))
+    spread = f" on {num_servers} servers" if num_servers > 1 else ""
     return Machine(
-        f"{num_devices} x {name}",
+        f"{num_devices} x {name}{spread}",
         devices,
         tuple(links.values()),
         tuple(tiers),

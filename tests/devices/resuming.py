@@ -13,6 +13,8 @@ from torch import Tensor, nn
 
 import counterpoint
 
+STEPS, MICROBATCH = 5, 2
+
 
 def loss(output: Tensor, batch: dict[str, Tensor]) -> Tensor:
     return nn.functional.cross_entropy(output, batch["y"])
@@ -23,20 +25,24 @@ def batch(step: int) -> dict[str, Tensor]:
     return {"input": x, "y": (x[:, 0] > 0).long()}
 
 
-def main(folder: Path, kills: bool) -> None:
+def build() -> tuple[nn.Module, torch.optim.Optimizer]:
     torch.manual_seed(0)
     model = nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.GELU()) for _ in range(3)), nn.Linear(16, 2))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-2)
+
+
+def main(folder: Path) -> None:
+    model, optimizer = build()
     saved = folder / "checkpoint"
     with counterpoint.Trainer(
-        model, optimizer, example=batch(0), loss=loss, memory="2GiB", schedule="flush", microbatch=2,
+        model, optimizer, example=batch(0), loss=loss, memory="2GiB", schedule="flush", microbatch=MICROBATCH,
         resume=saved if saved.exists() else None,
     ) as trainer:  # fmt: skip
         if trainer.device == 0:
             print(f"from step {trainer.step_count}", flush=True)
-        while trainer.step_count < 5:
+        while trainer.step_count < STEPS:
             first = os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0"
-            if kills and first and trainer.device == 1 and trainer.step_count == 3:
+            if first and trainer.device == 1 and trainer.step_count == 3:
                 os.kill(os.getpid(), signal.SIGKILL)
             trainer.step(batch(trainer.step_count))
             trainer.save(saved)
@@ -44,4 +50,4 @@ def main(folder: Path, kills: bool) -> None:
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), sys.argv[2] == "kills")
+    main(Path(sys.argv[1]))
