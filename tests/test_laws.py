@@ -57,7 +57,7 @@ class Case:
 
 @st.composite
 def profiles(draw: st.DrawFn, largest: int = 7) -> Profile:
-    """Chains with skips, values without gradient, layers without weights, constants and tied layers."""
+    """Chains with skips, values without gradient, layers without weights, constants, tied and narrowing layers."""
     count = draw(st.integers(1, largest))
     trained = [draw(st.integers(0, 4)) > 0 for _ in range(count)]
     layers = tuple(draw(layer_costs(index, trained)) for index in range(count))
@@ -87,6 +87,7 @@ def layer_costs(draw: st.DrawFn, index: int, trained: Sequence[bool]) -> LayerCo
         Curve.proportional(draw(st.integers(0, 20))),
         Curve.proportional(draw(st.integers(0, 40))),
         (draw(st.sampled_from(owners)),) if owners and draw(st.integers(0, 5)) == 0 else (),
+        size // 2 if draw(st.booleans()) else 0,
     )
 
 

@@ -21,6 +21,7 @@ from counterpoint.core.task import (
     Task,
     Update,
     begins_at_home,
+    old,
     shift_buffer,
     weight,
 )
@@ -136,7 +137,7 @@ class _Walk:
         for old, _ in renames(task, self.outline):
             self._remove(index, old)
         for buffer in writes(task, self.outline):
-            if buffer in self.resident and buffer.kind in ("activation", "saved", "weight", "state"):
+            if buffer in self.resident and buffer.kind in ("activation", "saved", "weight", "old", "state"):
                 yield buffer, "is on the device already and would be written again"
             yield from self._add(index, buffer)
 
@@ -173,8 +174,8 @@ class _Walk:
     def _add(self, index: int, buffer: Buffer) -> Iterator[tuple[Buffer, str]]:
         self.resident[buffer] = None
         self.away.pop(buffer, None)
-        if buffer.kind == "weight":
-            near = (weight(buffer.owner, buffer.number + i) for i in (-3, -2, -1, 1, 2, 3))
+        if buffer.kind in ("weight", "old"):
+            near = (make(buffer.owner, buffer.number + i) for i in (-3, -2, -1, 1, 2, 3) for make in (weight, old))
             live = [b for b in near if b in self.resident and self.last_read.get(b, -1) > index]
             if len(live) > 1:
                 yield buffer, f"would be the third version of its layer, beside {self._names(index, live)}"

@@ -30,6 +30,8 @@ class Costs:
         match kind:
             case "weight":
                 return self.profile.layers[index].weight_bytes
+            case "old":
+                return self.profile.layers[index].old_bytes
             case "constant":
                 return self.profile.layers[index].constant_bytes
             case "grad":

@@ -1,7 +1,7 @@
 """One task as a line of text, and a line of text as a task.
 
     F0-3.m2+4@0 saves=0-3 stashes=2   forward of layers 0 to 3, microbatches 2 to 5, on weight version 0
-    B4-7.m1@-1/0 recompute            backward on version -1, into the gradients of step 0
+    B4-7.m1@-1/0 recompute old        backward on version -1, into the gradients of step 0; the update of -1 is done
     U0-3@0 host clipped keeps_old     update: version 0 becomes 1
     N0-3@0                            norms of finished gradients
     C@0 *0,1                          clipping factor, gathered from devices 0 and 1
@@ -10,8 +10,8 @@
     D a4.m2                           drop
     S a4.m2 >1    R a4.m2 <0          send to device 1, receive from device 0
 
-Buffers are w(eight), c(onstant), g(rad), k (optimizer state), a(ctivation), d (activation gradient), s(aved), n(orm)
-and x (clip).
+Buffers are w(eight), o(ld weight), c(onstant), g(rad), k (optimizer state), a(ctivation), d (activation gradient),
+s(aved), n(orm) and x (clip).
 """
 
 import json
@@ -37,11 +37,11 @@ from counterpoint.core.task import (
     Update,
 )
 
-_KINDS: dict[str, BufferKind] = dict(zip("wcgkadsnx", get_args(BufferKind), strict=True))
+_KINDS: dict[str, BufferKind] = dict(zip("wocgkadsnx", get_args(BufferKind), strict=True))
 _LETTERS = {kind: letter for letter, kind in _KINDS.items()}
 _EXPECTED = {
-    "F": "F<first>-<last>.m<microbatch>[+<count>]@<version> [saves=<layers>] [stashes=<layers>]",
-    "B": "B<first>-<last>.m<microbatch>[+<count>]@<version>/<step> [recompute]",
+    "F": "F<first>-<last>.m<microbatch>[+<count>]@<version> [saves=<layers>] [stashes=<layers>] [old]",
+    "B": "B<first>-<last>.m<microbatch>[+<count>]@<version>/<step> [recompute] [old]",
     "U": "U<first>-<last>@<step> [host] [clipped] [keeps_old]",
     "N": "N<first>-<last>@<step>",
     "C": "C@<step> *<device>,<device>",
@@ -63,18 +63,18 @@ _HEADS = {
     "C": re.compile(f"C@{_STEP}"),
     "A": re.compile(f"g{_LAYERS}@{_STEP}"),
 }
-_BUFFER = re.compile(r"([wcgkadsnx])(\d*)(?:(@|\.m)(-?\d+))?")
+_BUFFER = re.compile(r"([wocgkadsnx])(\d*)(?:(@|\.m)(-?\d+))?")
 _PLAIN_TIER = re.compile(r"[\w.:/-]+", re.ASCII)
 
 
 def dump_task(task: Task) -> str:
     match task:
-        case Forward(first, last, microbatch, version, saves, stashes, count):
+        case Forward(first, last, microbatch, version, saves, stashes, count, old):
             head = f"F{dump_layers(first, last)}.m{microbatch}{_count(count)}@{version}"
-            return head + _option("saves", saves) + _option("stashes", stashes)
-        case Backward(first, last, microbatch, version, step, recompute, count):
+            return head + _option("saves", saves) + _option("stashes", stashes) + " old" * old
+        case Backward(first, last, microbatch, version, step, recompute, count, old):
             head = f"B{dump_layers(first, last)}.m{microbatch}{_count(count)}@{version}/{step}"
-            return head + " recompute" * recompute
+            return head + " recompute" * recompute + " old" * old
         case Update(first, last, step, host, clipped, keeps_old):
             head = f"U{dump_layers(first, last)}@{step}"
             return head + " host" * host + " clipped" * clipped + " keeps_old" * keeps_old
@@ -159,10 +159,11 @@ def _parse_compute(op: str, words: list[str]) -> Task:
     match op:
         case "F":
             saves, stashes = _take_list(options, "saves"), _take_list(options, "stashes")
-            task: Task = Forward(n["first"], n["last"], n["microbatch"], n["version"], saves, stashes, n["count"])
+            old = _take(options, "old")
+            task: Task = Forward(n["first"], n["last"], n["microbatch"], n["version"], saves, stashes, n["count"], old)
         case "B":
-            recompute = _take(options, "recompute")
-            task = Backward(n["first"], n["last"], n["microbatch"], n["version"], n["step"], recompute, n["count"])
+            recompute, old = _take(options, "recompute"), _take(options, "old")
+            task = Backward(n["first"], n["last"], n["microbatch"], n["version"], n["step"], recompute, n["count"], old)
         case "U":
             host, clipped, keeps_old = (_take(options, name) for name in ("host", "clipped", "keeps_old"))
             task = Update(n["first"], n["last"], n["step"], host, clipped, keeps_old)

@@ -20,11 +20,15 @@ class Value:
 
 @dataclass(frozen=True, slots=True)
 class LayerOutline:
-    """What a layer brings: weights that train, constants that do not, and the weights of others that it uses too."""
+    """What a layer brings: weights that train, constants that do not, and the weights of others that it uses too.
+
+    It `narrows` if weights that are only computed with need less memory than those that are still to be updated.
+    """
 
     has_weights: bool = True
     has_constants: bool = False
     tied: tuple[int, ...] = ()
+    narrows: bool = False
 
 
 @dataclass(frozen=True)
@@ -41,6 +45,8 @@ class Outline:
             for other in layer.tied:
                 if not 0 <= other < index or not (self.layers[other].has_weights or self.layers[other].has_constants):
                     raise ValueError(f"layer {index} is tied to layer {other}, which is no earlier layer with weights")
+            if layer.narrows and not layer.has_weights:
+                raise ValueError(f"layer {index} narrows, but has no weights")
 
     def __hash__(self) -> int:
         return hash((len(self.layers), len(self.values)))

@@ -52,6 +52,7 @@ class LayerCost:
     """One layer. `backward_ns` does not include recompute; `saved_bytes` is what autograd keeps without recompute.
 
     The workspaces are what a forward or backward needs for its own duration beyond what it reads and writes.
+    `old_bytes` is what weights take that are only computed with, 0 if that is no less than `weight_bytes`.
     """
 
     name: str
@@ -67,11 +68,24 @@ class LayerCost:
     forward_workspace_bytes: Curve = ZERO
     backward_workspace_bytes: Curve = ZERO
     tied: tuple[int, ...] = ()
+    old_bytes: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("update_ns", "host_update_ns", "weight_bytes", "grad_bytes", "state_bytes", "constant_bytes"):
+        for name in (
+            "update_ns", "host_update_ns", "weight_bytes", "grad_bytes", "state_bytes", "constant_bytes", "old_bytes"
+        ):  # fmt: skip
             if getattr(self, name) < 0:
                 raise ValueError(f"layer {self.name!r}: {name} cannot be negative: {getattr(self, name)}")
+        if self.old_bytes and self.old_bytes >= self.weight_bytes:
+            raise ValueError(
+                f"layer {self.name!r}: old weights of {self.old_bytes} bytes must be smaller than the newest of "
+                f"{self.weight_bytes}; give 0 if they are not"
+            )
+
+    @property
+    def two_versions_bytes(self) -> int:
+        """The newest weights and those before them."""
+        return self.weight_bytes + (self.old_bytes or self.weight_bytes)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +112,7 @@ class Profile:
 
     def outline(self) -> Outline:
         return Outline(
-            tuple(LayerOutline(c.weight_bytes > 0, c.constant_bytes > 0, c.tied) for c in self.layers),
+            tuple(LayerOutline(c.weight_bytes > 0, c.constant_bytes > 0, c.tied, c.old_bytes > 0) for c in self.layers),
             tuple(Value(v.producer, v.consumers, v.has_grad) for v in self.values),
         )
 

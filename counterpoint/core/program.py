@@ -32,6 +32,7 @@ from counterpoint.core.task import (
     constant,
     grad,
     norm,
+    old,
     saved,
     shift,
     state,
@@ -81,9 +82,15 @@ def unroll(program: Program, device: int, steps: int) -> Iterator[Task]:
         yield shift(task, bodies, m)
 
 
-def _weights(outline: Outline, first: int, last: int, version: int) -> list[Buffer]:
-    buffers = [weight(layer, version) for layer in outline.weights(first, last)]
-    buffers += [constant(layer) for layer in outline.constants(first, last)]
+def weights_of(task: Forward | Backward, layer: int, outline: Outline) -> Buffer:
+    """Which buffer has a layer's weights for a task."""
+    narrow = task.old and outline.layers[layer].narrows
+    return old(layer, task.version) if narrow else weight(layer, task.version)
+
+
+def _weights(task: Forward | Backward, outline: Outline) -> list[Buffer]:
+    buffers = [weights_of(task, layer, outline) for layer in outline.weights(task.first, task.last)]
+    buffers += [constant(layer) for layer in outline.constants(task.first, task.last)]
     return buffers
 
 
@@ -94,13 +101,13 @@ def _trained(outline: Outline, first: int, last: int) -> list[int]:
 def reads(task: Task, outline: Outline) -> list[Buffer]:
     """What must be there before the task: on the device, or at home for a load and a host update."""
     match task:
-        case Forward(first, last, microbatch, version, _, _, count):
-            buffers = _weights(outline, first, last, version)
+        case Forward(first, last, microbatch, _, _, _, count):
+            buffers = _weights(task, outline)
             for value in outline.inputs(first, last):
                 buffers += [activation(value, k) for k in range(microbatch, microbatch + count)]
             return buffers
-        case Backward(first, last, microbatch, version, _, recompute, count):
-            buffers = _weights(outline, first, last, version)
+        case Backward(first, last, microbatch, _, _, recompute, count):
+            buffers = _weights(task, outline)
             for k in range(microbatch, microbatch + count):
                 if recompute:
                     buffers += [activation(value, k) for value in outline.inputs(first, last)]
@@ -149,7 +156,8 @@ def writes(task: Task, outline: Outline) -> list[Buffer]:
             return [clip(step)]
         case Update(first, last, step):
             layers = _trained(outline, first, last)
-            return [make(layer, step + 1) for layer in layers for make in (weight, state)]
+            buffers = [make(layer, step + 1) for layer in layers for make in (weight, state)]
+            return buffers + [old(layer, step) for layer in layers if narrows(task, layer, outline)]
         case Load(buffer, _) | Evict(buffer, _) | Receive(buffer, _):
             return [buffer]
         case Drop() | Send():
@@ -196,6 +204,13 @@ def renames(task: Task, outline: Outline) -> list[tuple[Buffer, Buffer]]:
     """Buffers that a task turns into others in the same memory: an update in place."""
     if not isinstance(task, Update) or task.host:
         return []
-    kinds = (state,) if task.keeps_old else (weight, state)
-    layers = _trained(outline, task.first, task.last)
-    return [(make(layer, task.step), make(layer, task.step + 1)) for layer in layers for make in kinds]
+    found: list[tuple[Buffer, Buffer]] = []
+    for layer in _trained(outline, task.first, task.last):
+        in_place = not task.keeps_old or narrows(task, layer, outline)
+        found += [(make(layer, task.step), make(layer, task.step + 1)) for make in (weight, state)[not in_place :]]
+    return found
+
+
+def narrows(task: Update, layer: int, outline: Outline) -> bool:
+    """Whether an update leaves a narrow copy of a layer's weights behind."""
+    return task.keeps_old and outline.layers[layer].narrows

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple, TypeAlias
 
 BufferKind: TypeAlias = Literal[
-    "weight", "constant", "grad", "state", "activation", "activation_grad", "saved", "norm", "clip"
+    "weight", "old", "constant", "grad", "state", "activation", "activation_grad", "saved", "norm", "clip"
 ]
 PER_MICROBATCH = frozenset(("activation", "activation_grad", "saved"))
 
@@ -27,6 +27,11 @@ class Buffer(NamedTuple):
 def weight(layer: int, version: int) -> Buffer:
     """Trainable weights of a layer after `version` updates."""
     return Buffer("weight", layer, version)
+
+
+def old(layer: int, version: int) -> Buffer:
+    """Weights of a narrowing layer after `version` updates, once a newer version is there: only computed with."""
+    return Buffer("old", layer, version)
 
 
 def constant(layer: int) -> Buffer:
@@ -73,7 +78,8 @@ class Forward:
     """Run layers `first` to `last` on `count` microbatches at once.
 
     `saves` are the layers whose saved tensors are kept for a backward without recompute; `stashes` are the first
-    layers of backward packs that begin here and recompute: the values they need stay.
+    layers of backward packs that begin here and recompute: the values they need stay. `old` if the device's update of
+    `version` stands before it.
     """
 
     first: int
@@ -83,13 +89,15 @@ class Forward:
     saves: tuple[int, ...] = ()
     stashes: tuple[int, ...] = ()
     count: int = 1
+    old: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Backward:
     """Differentiate layers `first` to `last`, after running them again when `recompute`; add to the step's gradients.
 
-    With recompute and no forward before it, it is the fused forward and backward of the last pack.
+    With recompute and no forward before it, it is the fused forward and backward of the last pack. `old` as in a
+    forward.
     """
 
     first: int
@@ -99,6 +107,7 @@ class Backward:
     step: int
     recompute: bool
     count: int = 1
+    old: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +131,8 @@ class Clip:
 class Update:
     """Optimizer step `step` of layers `first` to `last`: weight version `step` becomes `step + 1`.
 
-    It works in place, unless `keeps_old` (the old version is still read afterwards). On the host it reads and writes
+    It works in place, unless `keeps_old` (the old version is still read afterwards). Then it writes the new version
+    beside the old one; of a narrowing layer it leaves a narrow copy and works in place. On the host it reads and writes
     the home copies.
     """
 
@@ -187,7 +197,11 @@ def begins_at_home(buffer: Buffer) -> bool:
 
     Version -1 is by convention the start's too: a schedule that runs one version behind begins with it.
     """
-    return buffer.kind == "constant" or (buffer.kind in ("weight", "state") and buffer.number <= 0)
+    return (
+        buffer.kind == "constant"
+        or (buffer.kind in ("weight", "state") and buffer.number <= 0)
+        or (buffer.kind == "old" and buffer.number < 0)
+    )
 
 
 def shift_buffer(buffer: Buffer, steps: int, num_microbatches: int) -> Buffer:
@@ -203,10 +217,10 @@ def shift(task: Task, steps: int, num_microbatches: int) -> Task:
         return task
     m = steps * num_microbatches
     match task:
-        case Forward(first, last, microbatch, version, saves, stashes, count):
-            return Forward(first, last, microbatch + m, version + steps, saves, stashes, count)
-        case Backward(first, last, microbatch, version, step, recompute, count):
-            return Backward(first, last, microbatch + m, version + steps, step + steps, recompute, count)
+        case Forward(first, last, microbatch, version, saves, stashes, count, is_old):
+            return Forward(first, last, microbatch + m, version + steps, saves, stashes, count, is_old)
+        case Backward(first, last, microbatch, version, step, recompute, count, is_old):
+            return Backward(first, last, microbatch + m, version + steps, step + steps, recompute, count, is_old)
         case Norm(first, last, step):
             return Norm(first, last, step + steps)
         case Clip(step, peers):

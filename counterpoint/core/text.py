@@ -11,8 +11,9 @@ The lines say the chain, the microbatches, and then what each device does:
       B0-2.m0@0/0 recompute
       U0-2@0
 
-`values 0>1,2!` goes from layer 0 to layers 1 and 2 and has no gradient. Optional are `weightless 0` and `constants 3`
-(layers), `tied 2=0` (layer 2 also uses the weights of layer 0), `epilogue_steps`, `budgets`, and lines with `#`.
+`values 0>1,2!` goes from layer 0 to layers 1 and 2 and has no gradient. Optional are `weightless 0`, `constants 3` and
+`narrow 1` (layers), `tied 2=0` (layer 2 also uses the weights of layer 0), `epilogue_steps`, `budgets`, and lines with
+`#`.
 """
 
 import re
@@ -36,6 +37,7 @@ _HEADER = {
     "layers": (_NUMBER, "layers <number>"),
     "weightless": (_NUMBER, "weightless <layer> <layer> ..."),
     "constants": (_NUMBER, "constants <layer> <layer> ..."),
+    "narrow": (_NUMBER, "narrow <layer> <layer> ..."),
     "tied": (re.compile(r"\d+=[\d,-]+"), "tied <layer>=<layer>,<layer> ..."),
     "values": (re.compile(r"\d+>[\d,-]*!?"), "values <producer>><consumer>,<consumer> ..."),
     "microbatches": (_NUMBER, "microbatches <number>"),
@@ -67,6 +69,7 @@ def _dump_outline(outline: Outline) -> list[str]:
         "layers": [str(len(layers))],
         "weightless": [str(index) for index, layer in layers if not layer.has_weights],
         "constants": [str(index) for index, layer in layers if layer.has_constants],
+        "narrow": [str(index) for index, layer in layers if layer.narrows],
         "tied": [f"{index}={dump_numbers(layer.tied)}" for index, layer in layers if layer.tied],
         "values": [f"{v.producer}>{dump_numbers(v.consumers)}{'' if v.has_grad else '!'}" for v in outline.values],
     }
@@ -139,16 +142,18 @@ def _assemble(header: dict[str, list[str]], devices: list[dict[str, list[Task]]]
 
 def _read_outline(header: dict[str, list[str]]) -> Outline:
     tied = {int(word.partition("=")[0]): parse_numbers(word.partition("=")[2]) for word in header.get("tied", ())}
-    weightless, constants = (set(map(int, header.get(name, ()))) for name in ("weightless", "constants"))
+    weightless, constants, narrow = (
+        set(map(int, header.get(name, ()))) for name in ("weightless", "constants", "narrow")
+    )
     layers = range(int(header["layers"][0]))
-    unknown = sorted({*tied, *weightless, *constants} - set(layers))
+    unknown = sorted({*tied, *weightless, *constants, *narrow} - set(layers))
     if unknown:
         raise ValueError(f"there is no layer {dump_numbers(unknown)}; layers are 0 to {len(layers) - 1}")
     values = []
     for word in header.get("values", ()):
         producer, _, consumers = word.removesuffix("!").partition(">")
         values.append(Value(int(producer), parse_numbers(consumers), not word.endswith("!")))
-    outlines = (LayerOutline(i not in weightless, i in constants, tied.get(i, ())) for i in layers)
+    outlines = (LayerOutline(i not in weightless, i in constants, tied.get(i, ()), i in narrow) for i in layers)
     return Outline(tuple(outlines), tuple(values))
 
 

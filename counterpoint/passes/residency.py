@@ -101,10 +101,10 @@ class _Needs:
 
     def of(self, task: Task) -> int:
         match task:
-            case Forward(first, last, _, _, saves, stashes, count):
-                key: tuple[object, ...] = (first, last, saves, stashes, count)
-            case Backward(first, last, _, _, _, recompute, count):
-                key = (first, last, recompute, count)
+            case Forward(first, last, _, _, saves, stashes, count, old):
+                key: tuple[object, ...] = (first, last, saves, stashes, count, old)
+            case Backward(first, last, _, _, _, recompute, count, old):
+                key = (first, last, recompute, count, old)
             case _:
                 return self._count(task)
         if key not in self.known:
@@ -231,4 +231,4 @@ class _DevicePlacer:
 
 def _persists(buffer: Buffer, num_steps: int) -> bool:
     """Whether a buffer outlives a run of so many steps: constants, states and the two newest weight versions."""
-    return buffer.kind == "constant" or (buffer.kind in ("weight", "state") and buffer.number >= num_steps - 1)
+    return buffer.kind == "constant" or (buffer.kind in ("weight", "old", "state") and buffer.number >= num_steps - 1)

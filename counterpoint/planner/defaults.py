@@ -202,9 +202,10 @@ class _Draft:
                 return self.num_microbatches
 
     def held_bytes(self, stage: Pack, in_flight: int) -> int:
-        versions = 2 if self.wishes.schedule == "2bw" else 1
+        delayed = self.wishes.schedule == "2bw"
         layers = self.profile.layers[stage.first : stage.last + 1]
-        fixed = sum(c.weight_bytes * versions + c.grad_bytes + c.state_bytes + c.constant_bytes for c in layers)
+        weights = sum(c.two_versions_bytes if delayed else c.weight_bytes for c in layers)
+        fixed = weights + sum(c.grad_bytes + c.state_bytes + c.constant_bytes for c in layers)
         return fixed + in_flight * sum(c.saved_bytes.at(self.size) for c in layers)
 
 

@@ -13,14 +13,19 @@ from counterpoint.schedules.places import Place
 
 
 def forward(place: Place, pack: Forward, unit: int) -> Forward:
-    """The pack's forward of a unit, on the weights that the unit's step runs on."""
+    """The pack's forward of a unit, on the weights that the unit's step runs on.
+
+    A section begins when the updates before step 0 are done, and its own come after all that runs on version 0.
+    """
     step, microbatch = _locate(place, unit, pack.count)
-    return Forward(pack.first, pack.last, microbatch, step - place.delay, pack.saves, pack.stashes, pack.count)
+    version = step - place.delay
+    return Forward(pack.first, pack.last, microbatch, version, pack.saves, pack.stashes, pack.count, old=version < 0)
 
 
 def backward(place: Place, pack: Backward, unit: int) -> Backward:
     step, microbatch = _locate(place, unit, pack.count)
-    return Backward(pack.first, pack.last, microbatch, step - place.delay, step, pack.recompute, pack.count)
+    version = step - place.delay
+    return Backward(pack.first, pack.last, microbatch, version, step, pack.recompute, pack.count, old=version < 0)
 
 
 def forwards(place: Place, unit: int) -> list[Task]:

@@ -1,5 +1,6 @@
 """Every rule of the checker: legal programs pass, and each way of breaking one is reported where it is broken."""
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -129,6 +130,9 @@ epilogue
   U2@0 keeps_old
 """
 
+# The same, with layers whose old version is a copy of its own.
+NARROW = re.sub(r"(?m)@-1(.*)$", r"@-1\1 old", TWO_VERSIONS).replace("microbatches", "narrow 0 2\nmicrobatches")
+
 # The optimizer runs on the host: gradients go home, weights come back.
 HOST_UPDATE = """\
 layers 1
@@ -201,7 +205,7 @@ def messages(text: str, costs: Costs | None = None) -> list[str]:
     return [str(failure) for failure in check(parse(text), costs)]
 
 
-@pytest.mark.parametrize("text", [SWAPPED, REPLICAS, TWO_VERSIONS, HOST_UPDATE, FORK])
+@pytest.mark.parametrize("text", [SWAPPED, REPLICAS, TWO_VERSIONS, NARROW, HOST_UPDATE, FORK])
 def test_legal_programs_pass(text: str) -> None:
     assert messages(text) == []
     refuse(parse(text))
@@ -236,6 +240,11 @@ def test_legal_programs_pass(text: str) -> None:
         (TWO_VERSIONS, "B0-1.m1@-1/0\n  A g0@0 *0,1\n  U0-1@0 keeps_old",
          "A g0@0 *0,1\n  U0-1@0 keeps_old\n  B0-1.m1@-1/0",
          "w0@1 would be the third version of its layer, beside w0@-1 and w0@0"),
+        (NARROW, "B2.m1@-1/0 old", "B2.m1@-1/0",
+         r"w2@-1 is not on the device \(overwritten at device 1, body 10 \(U2@0 keeps_old\)\), from step 1 on"),
+        (NARROW, "F0-1.m2@0 saves=0,1", "F0-1.m2@0 saves=0,1 old",
+         r"U0-1@0 keeps_old\): o0@0 is on the device already and would be written again"),
+        (NARROW, "U2@0 keeps_old", "U2@0", "o2@-1 is not on the device, from step 1 on"),
         # order, versions and updates
         (REPLICAS, "  F0-1.m1@0 saves=0,1\n", "",
          "layer 0-1 must run forward once.*it runs never for microbatch 1,3,5"),

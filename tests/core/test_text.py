@@ -26,6 +26,7 @@ from counterpoint.core.task import (
     clip,
     constant,
     norm,
+    old,
     state,
     weight,
 )
@@ -40,7 +41,7 @@ layers = st.tuples(natural, natural).map(sorted)
 
 
 def buffers() -> st.SearchStrategy[Buffer]:
-    owned = st.sampled_from(("weight", "grad", "state", "activation", "activation_grad", "saved"))
+    owned = st.sampled_from(("weight", "old", "grad", "state", "activation", "activation_grad", "saved"))
     return st.one_of(
         st.builds(Buffer, owned, natural, number), natural.map(constant), number.map(norm), number.map(clip)
     )
@@ -51,8 +52,8 @@ def packed(make: type, *rest: st.SearchStrategy[object]) -> st.SearchStrategy[Ta
 
 
 tasks = st.one_of(
-    packed(Forward, number, number, naturals, naturals, st.integers(1, 9)),
-    packed(Backward, number, number, number, flag, st.integers(1, 9)),
+    packed(Forward, number, number, naturals, naturals, st.integers(1, 9), flag),
+    packed(Backward, number, number, number, flag, st.integers(1, 9), flag),
     packed(Update, number, flag, flag, flag),
     packed(Norm, number),
     packed(AllReduce, number, naturals),
@@ -72,7 +73,8 @@ def outlines(draw: st.DrawFn) -> Outline:
     for index in range(count):
         partners = [i for i in range(index) if found[i].has_weights]
         tied = tuple(draw(st.lists(st.sampled_from(partners), max_size=3, unique=True))) if partners else ()
-        found.append(LayerOutline(draw(flag), draw(flag), tied))
+        trained = draw(flag)
+        found.append(LayerOutline(trained, draw(flag), tied, trained and draw(flag)))
     values = []
     for producer in draw(st.lists(st.integers(0, count - 1), max_size=30)):
         later = st.lists(st.integers(producer + 1, count - 1), max_size=4).map(tuple)
@@ -108,12 +110,15 @@ def test_a_task_is_one_line(task: Task) -> None:
     [
         (Forward(0, 3, 2, 0, (0, 1, 2, 3), (2,), 4), "F0-3.m2+4@0 saves=0-3 stashes=2"),
         (Forward(3, 3, 2, 0), "F3.m2@0"),
+        (Forward(3, 3, 2, -1, stashes=(3,), old=True), "F3.m2@-1 stashes=3 old"),
         (Backward(4, 7, 1, -1, 0, True), "B4-7.m1@-1/0 recompute"),
+        (Backward(4, 7, 1, -1, 0, True, old=True), "B4-7.m1@-1/0 recompute old"),
         (Update(0, 3, 0, True, True, True), "U0-3@0 host clipped keeps_old"),
         (Norm(0, 3, 0), "N0-3@0"),
         (Clip(0, (0, 1)), "C@0 *0,1"),
         (AllReduce(0, 3, 0, (0, 1)), "A g0-3@0 *0,1"),
         (Load(weight(3, 0), "host"), "L w3@0 host"),
+        (Load(old(3, -1), "host"), "L o3@-1 host"),
         (Evict(state(3, 1), "my disk"), 'E k3@1 "my disk"'),
         (Drop(constant(4)), "D c4"),
         (Send(activation(4, 2), 1), "S a4.m2 >1"),

@@ -111,7 +111,7 @@ def test_sections_receive_what_they_send() -> None:
     """2BW runs ahead: what the prologue sends for the first body is received in the prologue."""
     program = transfers(two_bw.write(plan("2bw", 3, 3, 3, equal_packs(3, 1)), chain_outline(3)))
     assert lines(program, 2, "prologue") == ["R a1.m0 <1"]
-    assert lines(program, 1, "prologue") == ["R a0.m0 <0", "R a0.m1 <0", "F1.m0@-1 stashes=1", "S a1.m0 >2"]
+    assert lines(program, 1, "prologue") == ["R a0.m0 <0", "R a0.m1 <0", "F1.m0@-1 stashes=1 old", "S a1.m0 >2"]
     for section in ("prologue", "body", "epilogue"):
         sent = [line[2:].split(" >") for line in lines(program, 0, section) if line.startswith("S")]
         received = [line[2:].split(" <")[0] for line in lines(program, 1, section) if line.startswith("R a0")]

@@ -41,7 +41,8 @@ def outlines(draw: st.DrawFn) -> Outline:
     for index in range(count):
         owners = [other for other in range(index) if trained[other]]
         tied = draw(st.lists(st.sampled_from(owners), max_size=2, unique=True)) if owners else []
-        layers.append(LayerOutline(trained[index], draw(st.booleans()), tuple(tied)))
+        narrows = trained[index] and draw(st.booleans())
+        layers.append(LayerOutline(trained[index], draw(st.booleans()), tuple(tied), narrows))
     values = [Value(index, (index + 1,)) for index in range(count - 1)]
     for producer in draw(st.lists(st.integers(0, max(count - 2, 0)), max_size=4)) if count > 1 else []:
         consumers = draw(st.lists(st.integers(producer + 1, count - 1), min_size=1, max_size=4, unique=True))
