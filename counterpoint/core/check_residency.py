@@ -134,8 +134,8 @@ class _Walk:
     def _compute(self, index: int, task: Task, homes: dict[Buffer, list[int]]) -> Iterator[tuple[Buffer, str]]:
         for buffer in reads(task, self.outline):
             yield from self._need(index, buffer, homes)
-        for old, _ in renames(task, self.outline):
-            self._remove(index, old)
+        for before, _ in renames(task, self.outline):
+            self._remove(index, before)
         for buffer in writes(task, self.outline):
             if buffer in self.resident and buffer.kind in ("activation", "saved", "weight", "old", "state"):
                 yield buffer, "is on the device already and would be written again"

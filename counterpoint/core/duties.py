@@ -65,7 +65,7 @@ def duties_of(program: Program) -> Duties:
         for task in tasks:
             if isinstance(task, Forward | Backward | Update):
                 for buffer in reads(task, program.outline):
-                    if buffer.kind in ("weight", "constant"):
+                    if buffer.kind in ("weight", "old", "constant"):
                         users[buffer.owner][device] = None
             if isinstance(task, Update):
                 for layer in range(task.first, task.last + 1):

@@ -111,6 +111,7 @@ def _layer_cost(
         forward_workspace_bytes=curve(lambda s: s.forward_workspace_bytes),
         backward_workspace_bytes=curve(lambda s: s.backward_workspace_bytes),
         tied=frame.outline.layers[layer.index].tied,
+        old_bytes=frame.olds[layer.index].num_bytes,
     )
 
 

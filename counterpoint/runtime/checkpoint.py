@@ -2,14 +2,14 @@
 
 A checkpoint is `checkpoint.json` (step, optimizer settings, sizes of the other files), `weights.safetensors`
 (parameters and buffers) and `optimizer.safetensors` (its state, `parameter:key`); after a schedule that keeps two
-versions also `previous.safetensors`, the weights before the last update. Nothing in it knows of layers, plans or
-devices. Whoever calls has brought everything home before.
+versions also `previous.safetensors`, the weights before the last update, in the precision they were computed with.
+Nothing in it knows of layers, plans or devices. Whoever calls has brought everything home before.
 """
 
 import json
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ from torch import Tensor
 from counterpoint.core.errors import ExecutionError
 from counterpoint.decomposer.chain import NO_LAYER
 from counterpoint.runtime.file_errors import cannot
-from counterpoint.runtime.home import Place, parameter_places, state_places
+from counterpoint.runtime.home import Place, parameter_places, previous_places, state_places
 from counterpoint.runtime.plain_values import decode, encode
 from counterpoint.runtime.share import Share, written_folder
 from counterpoint.runtime.store import Store
@@ -61,7 +61,7 @@ def write_checkpoint(
             OPTIMIZER: _states(store, fresh),
         }
         if store.names.two_versions:
-            contents[PREVIOUS] = _previous_places(store)
+            contents[PREVIOUS] = previous_places(store.frame, store.names)
         sizes = {
             name: write_tensors(unfinished / name, tensors, store, {"format": "pt"}, share)
             for name, tensors in contents.items()
@@ -79,11 +79,6 @@ def _together(share: Share, facts: Facts, store: Store) -> tuple[Any, set[int]]:
     found = share.peers.gather("optimizer state", [encode(own, "scalars"), updated])
     scalars = {name: value for numbers, _ in found for name, value in decode(numbers).items()}
     return encode(scalars, "scalars"), set(layers) - {i for _, known in found for i in known}
-
-
-def _previous_places(store: Store) -> dict[str, Place]:
-    places = parameter_places(store.frame, store.names, -1)
-    return {slot.name: places[slot.name] for flat in store.frame.weights for slot in flat.slots}
 
 
 def read_facts(folder: Path) -> Facts:
@@ -136,12 +131,18 @@ def read_checkpoint(
 
 
 def _read_previous(folder: Path, weights: Mapping[str, Stretch], owned: set[str], store: Store) -> None:
-    """The version before the newest; a run that kept only one begins with the newest twice, as a new run does."""
-    places, path = _previous_places(store), folder / PREVIOUS
+    """The version before the newest; a run that kept only one begins with the newest twice, as a new run does.
+
+    It may have been computed with in another precision than it will be.
+    """
+    places, path = previous_places(store.frame, store.names), folder / PREVIOUS
     stretches = weights
     if path.exists():
         stretches = read_layout(path)
-        _refuse_other(path, stretches, places)
+        form = {
+            name: replace(place, dtype=stretches[name].dtype) for name, place in places.items() if name in stretches
+        }
+        _refuse_other(path, stretches, {**places, **form})
     else:
         path = folder / WEIGHTS
     _copy(path, {name: stretches[name] for name in places if name in owned}, places, store)

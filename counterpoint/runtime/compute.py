@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
-from counterpoint.core.program import forward_values
+from counterpoint.core.program import forward_values, weights_of
 from counterpoint.core.task import (
     AllReduce,
     Backward,
@@ -25,15 +25,15 @@ from counterpoint.core.task import (
     activation,
     activation_grad,
     constant,
+    old,
     saved,
-    weight,
 )
 from counterpoint.decomposer.randomness import layer_seed
 from counterpoint.runtime.frame import Frame
 from counterpoint.runtime.gradients import Entrance, before_each, collect, discarding
 from counterpoint.runtime.memory_process import Headroom
 from counterpoint.runtime.optimizer import UpdateRule
-from counterpoint.runtime.saved import SavedTensors, saving
+from counterpoint.runtime.saved import SavedTensors, WeightName, saving
 from counterpoint.runtime.step import Step
 from counterpoint.runtime.store import Store
 from counterpoint.runtime.strides import added, copied
@@ -90,10 +90,10 @@ class Compute:
         saves = set(task.saves)
         for layer in range(task.first, task.last + 1):
             if layer in saves:
-                outputs = self._run_saving(layer, task.microbatch, task.version, values)
+                outputs = self._run_saving(layer, task, values)
             else:
                 with discarding() if self.training else torch.no_grad():
-                    outputs = self._run(layer, task.microbatch, task.version, values, leaves=self.training)[1]
+                    outputs = self._run(layer, task, values, leaves=self.training)[1]
             self._pass_on(layer, outputs, values, task.microbatch)
             self._forget_used(layer, values, keep)
             del outputs
@@ -109,7 +109,7 @@ class Compute:
         if task.recompute:
             values: dict[int, Tensor] = {}
             for layer in range(task.first, task.last + 1):
-                graph, outputs = self._run(layer, task.microbatch, task.version, values, leaves=True)
+                graph, outputs = self._run(layer, task, values, leaves=True)
                 self.graphs[layer, task.microbatch] = graph
                 self._pass_on(layer, outputs, values, task.microbatch)
                 self._forget_used(layer, values, set())
@@ -142,16 +142,16 @@ class Compute:
         return step.batches[microbatch % self.num_microbatches]
 
     def _run(
-        self, layer: int, microbatch: int, version: int, values: Mapping[int, Tensor], leaves: bool
+        self, layer: int, task: Forward | Backward, values: Mapping[int, Tensor], leaves: bool
     ) -> tuple[_Graph, tuple[Tensor, ...]]:
         """One layer on its inputs, and its outputs; a second run finds the buffers of the first and changes none."""
-        spec = self.chain.layers[layer]
+        spec, microbatch = self.chain.layers[layer], task.microbatch
         entrances = [Entrance() for _ in spec.inputs]
         inputs = [self._input(value, microbatch, values) for value in spec.inputs]
         if leaves:
             trains = [self.chain.values[value].needs_grad for value in spec.inputs]
             inputs = [e.enter(t) if train else t for e, t, train in zip(entrances, inputs, trains, strict=True)]
-        parameters = self._parameters(layer, version, leaves)
+        parameters = self._parameters(layer, task, leaves)
         again = self.training and (layer, microbatch) in self.forwarded
         buffers = self.forwarded[layer, microbatch] if again else {name: self.buffers[name] for name in spec.buffers}
         with self.backend.autocast(self.autocast), self._randomness(layer, microbatch):
@@ -177,13 +177,13 @@ class Compute:
             return self.store.get(activation(self.frame.numbers[value], microbatch))
         return self._batch(microbatch)[value]
 
-    def _parameters(self, layer: int, version: int, leaves: bool) -> dict[str, Tensor]:
+    def _parameters(self, layer: int, task: Forward | Backward, leaves: bool) -> dict[str, Tensor]:
         spec = self.chain.layers[layer]
         found: dict[str, Tensor] = {}
         owners = dict.fromkeys([layer, *(self.frame.owner(name) for name in spec.tied)])
         for owner in owners:
             if self.frame.weights[owner].slots:
-                for name, tensor in self.store.tensors(weight(owner, version)).items():
+                for name, tensor in self.store.tensors(weights_of(task, owner, self.frame.outline)).items():
                     found[name] = tensor.requires_grad_() if leaves else tensor
             if self.frame.constants[owner].slots:
                 found.update(self.store.tensors(constant(owner)))
@@ -210,16 +210,14 @@ class Compute:
 
     # ---- saved tensors
 
-    def _run_saving(
-        self, layer: int, microbatch: int, version: int, values: Mapping[int, Tensor]
-    ) -> tuple[Tensor, ...]:
-        kept = SavedTensors()
+    def _run_saving(self, layer: int, task: Forward, values: Mapping[int, Tensor]) -> tuple[Tensor, ...]:
+        kept, microbatch = SavedTensors(), task.microbatch
         self.store.saved[saved(layer, microbatch)] = kept
-        weights = {address: (buffer, name) for name, address, buffer in self._weight_addresses(layer, version)}
+        weights = {address: (buffer, name) for name, address, buffer in self._weight_addresses(layer, task)}
         buffers = [self.buffers[name] for name in self.chain.layers[layer].buffers]
         apart = {t.untyped_storage().data_ptr() for t in (*self._batch(microbatch).values(), *buffers)}
-        with saving(kept, weights, apart, self.store.is_lent, lambda found: self.store.tensors(found[0])[found[1]]):
-            graph, outputs = self._run(layer, microbatch, version, values, leaves=True)
+        with saving(kept, weights, apart, self.store.is_lent, self._weight):
+            graph, outputs = self._run(layer, task, values, leaves=True)
         for leaf in graph.parameters.values():
             if leaf.requires_grad:
                 # Only the shape of a leaf matters from here on; its memory may be dropped or move.
@@ -231,16 +229,22 @@ class Compute:
         """Whether a tensor lies in the weights of a pack, which change and go."""
         address = tensor.untyped_storage().data_ptr()
         layers = range(task.first, task.last + 1)
-        return any(address == found for i in layers for _, found, _ in self._weight_addresses(i, task.version))
+        return any(address == found for i in layers for _, found, _ in self._weight_addresses(i, task))
 
-    def _weight_addresses(self, layer: int, version: int) -> Iterator[tuple[str, int, Buffer]]:
+    def _weight(self, found: WeightName) -> Tensor:
+        """A weight that a forward read; by now a newer version may have taken its place and left a narrow copy."""
+        buffer, name = found
+        there = buffer in self.store.regions
+        return self.store.tensors(buffer if there else old(buffer.owner, buffer.number))[name]
+
+    def _weight_addresses(self, layer: int, task: Forward) -> Iterator[tuple[str, int, Buffer]]:
         spec = self.chain.layers[layer]
         for owner in dict.fromkeys([layer, *(self.frame.owner(name) for name in spec.tied)]):
             for flat, buffer in (
-                (self.frame.weights[owner], weight(owner, version)),
+                (self.frame.weights[owner], weights_of(task, owner, self.frame.outline)),
                 (self.frame.constants[owner], constant(owner)),
             ):
-                for slot in flat.slots:
+                for slot in self.store.flat(buffer).slots if flat.slots else ():
                     yield slot.name, self.store.regions[buffer].address + slot.offset_bytes, buffer
 
     # ---- gradients

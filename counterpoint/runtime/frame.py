@@ -43,7 +43,10 @@ class Flat:
 
 @dataclass(frozen=True)
 class Frame:
-    """`values` maps the outline's values to the chain's; `weights` and `constants` lay out each layer's own tensors."""
+    """`values` maps the outline's values to the chain's; `weights` and `constants` lay out each layer's own tensors.
+
+    `olds` lay out weights that are only computed with; nothing where that is no smaller.
+    """
 
     chain: Chain
     outline: Outline
@@ -51,6 +54,7 @@ class Frame:
     numbers: Mapping[int, int]
     weights: tuple[Flat, ...]
     constants: tuple[Flat, ...]
+    olds: tuple[Flat, ...]
 
     @property
     def num_layers(self) -> int:
@@ -60,11 +64,15 @@ class Frame:
         return self.chain.parameters[name].owner
 
 
-def frame_of(chain: Chain) -> Frame:
-    """Values of the batch and values that nobody consumes are not the program's business."""
+def frame_of(chain: Chain, narrow: Mapping[str, torch.dtype] | None = None) -> Frame:
+    """Values of the batch and values that nobody consumes are not the program's business.
+
+    `narrow` are the dtypes of parameters that may be kept in less than their own when they are only computed with.
+    """
     values = tuple(v.index for v in chain.values if v.producer >= 0 and v.consumers)
+    olds = tuple(_old(chain, index, narrow or {}) for index in range(len(chain.layers)))
     outline = Outline(
-        tuple(_layer_outline(chain, index) for index in range(len(chain.layers))),
+        tuple(_layer_outline(chain, index, bool(old.slots)) for index, old in enumerate(olds)),
         tuple(Value(chain.values[i].producer, chain.values[i].consumers, chain.values[i].needs_grad) for i in values),
     )
     return Frame(
@@ -74,16 +82,23 @@ def frame_of(chain: Chain) -> Frame:
         {value: number for number, value in enumerate(values)},
         tuple(_flat(chain, index, trains=True) for index in range(len(chain.layers))),
         tuple(_flat(chain, index, trains=False) for index in range(len(chain.layers))),
+        olds,
     )
 
 
-def _layer_outline(chain: Chain, index: int) -> LayerOutline:
+def _layer_outline(chain: Chain, index: int, narrows: bool) -> LayerOutline:
     layer = chain.layers[index]
     trains = [chain.parameters[name].requires_grad for name in layer.parameters]
     owners = dict.fromkeys(chain.parameters[name].owner for name in layer.tied)
-    return LayerOutline(any(trains), not all(trains), tuple(sorted(owners)))
+    return LayerOutline(any(trains), not all(trains), tuple(sorted(owners)), narrows)
 
 
 def _flat(chain: Chain, index: int, trains: bool) -> Flat:
     specs = [(name, chain.parameters[name]) for name in chain.layers[index].parameters]
     return Flat.of((name, spec.shape, spec.dtype) for name, spec in specs if spec.requires_grad == trains)
+
+
+def _old(chain: Chain, index: int, narrow: Mapping[str, torch.dtype]) -> Flat:
+    weights = _flat(chain, index, trains=True)
+    found = Flat.of((slot.name, slot.shape, narrow.get(slot.name, slot.dtype)) for slot in weights.slots)
+    return found if found.num_bytes < weights.num_bytes else Flat((), 0)

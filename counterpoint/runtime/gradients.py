@@ -57,7 +57,10 @@ def discarding() -> torch.autograd.graph.saved_tensors_hooks:
 def collect(
     parameters: Mapping[str, Tensor], step: int, frame: Frame, store: Store, started: dict[Buffer, set[str]]
 ) -> list[RemovableHandle]:
-    """Let autograd add to the gradient buffers; the first gradient of a step is copied, not added to zero."""
+    """Let autograd add to the gradient buffers; the first gradient of a step is copied, not added to zero.
+
+    The gradient of a narrow leaf is made wide on its way, as the cast would do that the leaf makes unnecessary.
+    """
     hooks: list[RemovableHandle] = []
     targets: dict[Buffer, dict[str, Tensor]] = {}
     for name, leaf in parameters.items():
@@ -68,11 +71,12 @@ def collect(
             started[buffer] = set()
         if buffer not in targets:
             targets[buffer] = store.tensors(buffer)
-        if name in started[buffer]:
-            leaf.grad = targets[buffer][name]
+        target = targets[buffer][name]
+        if name in started[buffer] and leaf.dtype == target.dtype:
+            leaf.grad = target
         else:
-            copy = _copier(targets[buffer][name], name, started[buffer])
-            hooks.append(leaf.register_post_accumulate_grad_hook(copy))  # type: ignore[no-untyped-call]
+            take = _taker(target, name, started[buffer])
+            hooks.append(leaf.register_post_accumulate_grad_hook(take))  # type: ignore[no-untyped-call]
     return hooks
 
 
@@ -90,11 +94,14 @@ def before_each(roots: Iterable[GradientEdge], call: Callable[[], None]) -> list
     return hooks
 
 
-def _copier(target: Tensor, name: str, started: set[str]) -> Callable[[Tensor], None]:
-    def copy(leaf: Tensor) -> None:
+def _taker(target: Tensor, name: str, started: set[str]) -> Callable[[Tensor], None]:
+    def take(leaf: Tensor) -> None:
         assert leaf.grad is not None
-        target.copy_(leaf.grad)
+        if name in started:
+            target.add_(leaf.grad)
+        else:
+            target.copy_(leaf.grad)
         started.add(name)
         leaf.grad = None
 
-    return copy
+    return take

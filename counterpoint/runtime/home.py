@@ -25,17 +25,27 @@ class Place:
         return prod(self.shape) * self.dtype.itemsize
 
 
-def parameter_places(frame: Frame, names: HomeNames | None = None, number: int = 0) -> dict[str, Place]:
-    """Every parameter of the model in its order, also those that no layer uses; weights of version `number`."""
+def parameter_places(frame: Frame, names: HomeNames | None = None) -> dict[str, Place]:
+    """Every parameter of the model in its order, also those that no layer uses; the newest weights."""
     names = names or HomeNames()
     found: dict[str, Place] = {}
     for layer in range(frame.num_layers):
-        found |= {slot.name: _place(names.weight(layer, number), slot) for slot in frame.weights[layer].slots}
+        found |= {slot.name: _place(names.weight(layer), slot) for slot in frame.weights[layer].slots}
         found |= {slot.name: _place(f"constant {layer}", slot) for slot in frame.constants[layer].slots}
     for name, spec in frame.chain.parameters.items():
         if spec.owner == NO_LAYER:
             found[name] = Place(_unused_key(name), 0, spec.shape, spec.dtype)
     return {name: found[name] for name in frame.chain.parameters}
+
+
+def previous_places(frame: Frame, names: HomeNames) -> dict[str, Place]:
+    """Every weight before the last update; none where only the newest version has a place."""
+    found: dict[str, Place] = {}
+    if names.two_versions:
+        for layer, (weights, olds) in enumerate(zip(frame.weights, frame.olds, strict=True)):
+            key = names.old(layer) if olds.slots else names.weight(layer, -1)
+            found |= {slot.name: _place(key, slot) for slot in (olds.slots or weights.slots)}
+    return found
 
 
 def state_places(states: tuple[Flat, ...], layer: int, names: HomeNames | None = None) -> dict[tuple[str, str], Place]:
@@ -63,6 +73,8 @@ def home_sizes(
             names = HomeNames(holder, two_versions)
             if frame.weights[layer].num_bytes:
                 sizes |= dict.fromkeys((names.weight(layer, 0), names.weight(layer, 1)), frame.weights[layer].num_bytes)
+            if two_versions and frame.olds[layer].num_bytes:
+                sizes[names.old(layer)] = frame.olds[layer].num_bytes
             if states[layer].num_bytes:
                 sizes[names.state(layer)] = states[layer].num_bytes
     return sizes

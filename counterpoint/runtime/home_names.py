@@ -11,7 +11,7 @@ class HomeNames:
     """`holders` says, for layers with a copy per device, whose copy is meant here.
 
     `base` updates came before the version that programs call 0. With two versions each has its own place, and the
-    next takes that of the one before the last.
+    next takes that of the one before the last; narrow copies of old versions follow one another in a third.
     """
 
     holders: Mapping[int, int] = field(default_factory=dict)
@@ -22,6 +22,9 @@ class HomeNames:
         version = f" {(self.base + number) % 2}" if self.two_versions else ""
         return f"weight {layer}{version}{self._copy(layer)}"
 
+    def old(self, layer: int) -> str:
+        return f"old {layer}{self._copy(layer)}"
+
     def state(self, layer: int) -> str:
         return f"state {layer}{self._copy(layer)}"
 
@@ -29,6 +32,8 @@ class HomeNames:
         match buffer.kind:
             case "weight":
                 return self.weight(buffer.owner, buffer.number)
+            case "old":
+                return self.old(buffer.owner)
             case "state":
                 return self.state(buffer.owner)
             case _:

@@ -18,6 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from counterpoint.decomposer.chain import Chain, Layer
+from counterpoint.decomposer.layering import GraphBody
 from counterpoint.runtime.backend import CPU
 
 _SIZE = 2  # of the microbatch; a size of 1 may be special
@@ -31,11 +32,13 @@ def narrowed(chain: Chain, autocast: torch.dtype | None) -> dict[str, torch.dtyp
     known: dict[str, list[bool]] = {}
     uses: dict[str, list[bool]] = {}
     for layer in chain.layers:
-        names = (*layer.parameters, *layer.tied)
-        if layer.signature not in known:
+        body = layer.body
+        names = body.parameters if isinstance(body, GraphBody) else (*layer.parameters, *layer.tied)
+        key = layer.signature if isinstance(body, GraphBody) else layer.name  # a module may have more than it shows
+        if key not in known:
             found = _narrow_in(chain, layer, autocast)
-            known[layer.signature] = [name in found for name in names]
-        for name, is_narrow in zip(names, known[layer.signature], strict=True):
+            known[key] = [name in found for name in names]
+        for name, is_narrow in zip(names, known[key], strict=True):
             uses.setdefault(name, []).append(is_narrow)
     return {name: autocast for name, found in uses.items() if all(found)}
 
@@ -56,9 +59,7 @@ def _observe(chain: Chain, layer: Layer, dtype: torch.dtype, narrow: set[str]) -
     parameters = {name: _parameter(chain, name, dtype, narrow) for name in (*layer.parameters, *layer.tied)}
     buffers = {n: torch.empty(chain.buffers[n].shape, dtype=chain.buffers[n].dtype) for n in layer.buffers}
     values = [chain.values[index] for index in layer.inputs]
-    inputs = [
-        torch.empty(value.shape_at(_SIZE), dtype=value.dtype, requires_grad=value.needs_grad) for value in values
-    ]
+    inputs = [torch.empty(value.shape_at(_SIZE), dtype=value.dtype, requires_grad=value.needs_grad) for value in values]
     with _Recorder(parameters, dtype) as recorder, CPU.autocast(dtype):
         outputs, mutated = layer.run(parameters, buffers, inputs)
     recorder.trace.append(("results", *_forms((*outputs, *mutated.values()))))
@@ -71,11 +72,11 @@ def _parameter(chain: Chain, name: str, dtype: torch.dtype, narrow: set[str]) ->
     return torch.empty(spec.shape, dtype=kind, requires_grad=spec.requires_grad)
 
 
-class _Recorder(TorchDispatchMode):
+class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Sees every operation below autograd and autocast."""
 
     def __init__(self, parameters: Mapping[str, Tensor], dtype: torch.dtype) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.dtype, self.casts, self.trace = dtype, Counter[str](), _Trace()
         self._parameters = {_storage(tensor): (name, tensor) for name, tensor in parameters.items()}
         self._wide: set[str] = set()

@@ -24,7 +24,8 @@ from counterpoint.runtime.strides import Form, restrided, spanned
 from counterpoint.runtime.versions import Versions
 
 STAGING_BYTES = 8 << 20
-FLAT_KINDS = frozenset(("weight", "constant", "grad", "state"))
+FLAT_KINDS = frozenset(("weight", "old", "constant", "grad", "state"))
+VERSIONED_KINDS = frozenset(("weight", "old"))
 
 
 @dataclass(slots=True)
@@ -83,6 +84,8 @@ class Store:
         match buffer.kind:
             case "weight" | "grad":
                 return self.frame.weights[buffer.owner]
+            case "old":
+                return self.frame.olds[buffer.owner]
             case "constant":
                 return self.frame.constants[buffer.owner]
             case _:
@@ -156,7 +159,7 @@ class Store:
 
     def announce(self, buffer: Buffer) -> None:
         """Tell the devices that share this home that a buffer is there."""
-        if self.versions is not None and buffer.kind == "weight":
+        if self.versions is not None and buffer.kind in VERSIONED_KINDS:
             self.versions.put(self.key(buffer), self.names.base + buffer.number)
 
     def drop(self, buffer: Buffer) -> None:
@@ -185,7 +188,7 @@ class Store:
     def key(self, buffer: Buffer) -> str:
         """A buffer's name at home; what passes reuses its room two steps later."""
         kind, owner, number = buffer
-        if kind in ("weight", "constant", "state"):
+        if kind in ("weight", "old", "constant", "state"):
             return self.names.lasting(buffer)
         return f"{kind} {owner} {number % (2 if kind == 'grad' else 2 * self.num_microbatches)}"
 
@@ -194,7 +197,7 @@ class Store:
         region = self.pool.allocate(num_bytes)
         if num_bytes and not (buffer.kind == "state" and buffer.owner in self.fresh_states):
             key = self.key(buffer)
-            if self.versions is not None and buffer.kind == "weight":
+            if self.versions is not None and buffer.kind in VERSIONED_KINDS:
                 self.versions.wait(key, self.names.base + buffer.number, self.stopped)
             disk = self.passing if buffer.kind == "grad" else self.disk
             disk.read(key, region).wait()

@@ -35,6 +35,7 @@ _DTYPES = {
 _NAMES = {name: dtype for dtype, name in _DTYPES.items()}
 _MAX_HEADER_BYTES = 100 << 20
 _SMALL_BYTES = 256 << 10  # below this a copy from file to file costs more than one through memory
+_CAST_ELEMENTS = 1 << 20
 
 Source = Place | Tensor
 
@@ -118,7 +119,10 @@ def read_tensor(path: Path, stretch: Stretch) -> Tensor:
 
 
 def copy_home(descriptor: int, stretch: Stretch, place: Place, store: Store) -> None:
-    """A tensor of an open file to its place at home, whose shape and type are known to be the same."""
+    """A tensor of an open file to its place at home, whose shape is known to be the same; cast if the type is not."""
+    if stretch.dtype != place.dtype:
+        _cast_home(descriptor, stretch, place, store)
+        return
     if stretch.num_bytes > _SMALL_BYTES:
         store.disk.copy_from(
             place.key,
@@ -128,11 +132,24 @@ def copy_home(descriptor: int, stretch: Stretch, place: Place, store: Store) -> 
             num_bytes=stretch.num_bytes,
         )
         return
+    if stretch.num_bytes:
+        store.write_place(place.key, place.offset_bytes, _read(descriptor, stretch).view(torch.uint8))
+
+
+def _read(descriptor: int, stretch: Stretch) -> Tensor:
     data = os.pread(descriptor, stretch.num_bytes, stretch.offset_bytes)
     if len(data) != stretch.num_bytes:
         raise ExecutionError(f"the file copied from ends {stretch.num_bytes - len(data)} bytes early: it is torn")
-    if data:
-        store.write_place(place.key, place.offset_bytes, torch.frombuffer(bytearray(data), dtype=torch.uint8))
+    return torch.frombuffer(bytearray(data), dtype=stretch.dtype)
+
+
+def _cast_home(descriptor: int, stretch: Stretch, place: Place, store: Store) -> None:
+    count = prod(stretch.shape)
+    for start in range(0, count, _CAST_ELEMENTS):
+        size = min(_CAST_ELEMENTS, count - start)
+        part = Stretch(stretch.offset_bytes + start * stretch.dtype.itemsize, (size,), stretch.dtype)
+        content = _read(descriptor, part).to(place.dtype).view(torch.uint8)
+        store.write_place(place.key, place.offset_bytes + start * place.dtype.itemsize, content)
 
 
 def _header(

@@ -7,7 +7,8 @@ from torch import Tensor
 from torch.nn.utils import get_total_norm
 
 from counterpoint.core.errors import LossError
-from counterpoint.core.task import AllReduce, Buffer, Norm, Update, grad, state, weight
+from counterpoint.core.program import narrows
+from counterpoint.core.task import AllReduce, Buffer, Norm, Update, grad, old, state, weight
 from counterpoint.runtime.frame import Frame
 from counterpoint.runtime.home_update import HomeUpdate
 from counterpoint.runtime.optimizer import UpdateRule
@@ -135,12 +136,18 @@ class Updates:
             self._target(layer, task)
 
     def _target(self, layer: int, task: Update) -> Buffer:
-        """The weights to change in place: a copy where the old ones are still read."""
-        old, new = weight(layer, task.step), weight(layer, task.step + 1)
+        """The weights to change in place: a copy where the old ones are still read; or these become a narrow copy."""
+        before, new, narrow = weight(layer, task.step), weight(layer, task.step + 1), old(layer, task.step)
         if not task.keeps_old:
-            return old
+            return before
+        if narrows(task, layer, self.frame.outline):
+            self.store.make(narrow)
+            wide = self.store.tensors(before)
+            for name, tensor in self.store.tensors(narrow).items():
+                tensor.copy_(wide[name])
+            return before
         self.store.make(new)
-        self.store.regions[new].view()[:] = self.store.regions[old].view()
+        self.store.regions[new].view()[:] = self.store.regions[before].view()
         return new
 
     def _states(self, layer: int, step: int) -> dict[str, dict[str, Tensor]]:

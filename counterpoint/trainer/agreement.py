@@ -63,12 +63,14 @@ def agree_on_weights(peers: Peers, model: nn.Module) -> None:
 def facts_of(parts: Parts, wishes: Wishes) -> dict[str, str]:
     chain, optimizer = parts.chain, parts.rule.optimizer
     shapes = {name: (spec.shape, str(spec.dtype), spec.requires_grad) for name, spec in chain.parameters.items()}
+    olds = [(slot.name, str(slot.dtype)) for flat in parts.frame.olds for slot in flat.slots]
+    model = _digest([shapes, [layer.signature for layer in chain.layers], olds])
     groups = [{k: str(v) for k, v in g.items() if k not in ("params", "lr")} for g in optimizer.param_groups]
     return {
         "torch": torch.__version__,
         "counterpoint": _own_version(),
         "python": ".".join(platform.python_version_tuple()[:2]),
-        "the model": f"{type(parts.module).__name__} {_digest([shapes, [layer.signature for layer in chain.layers]])}",
+        "the model": f"{type(parts.module).__name__} {model}",
         "the optimizer": f"{parts.rule.name} {_digest([groups, parts.rule.group_of])}",
         "the plan": "none" if wishes.plan is None else _digest(to_json(wishes.plan)),
         "memory": str(wishes.memory_bytes),

@@ -7,10 +7,10 @@ import torch
 from torch import Tensor, nn
 
 from counterpoint.core.errors import ModelError
-from counterpoint.core.task import weight
+from counterpoint.core.task import old, weight
 from counterpoint.decomposer import initialise, stream_safetensors
 from counterpoint.decomposer.chain import NO_LAYER, Chain
-from counterpoint.runtime.home import Place, parameter_places
+from counterpoint.runtime.home import Place, parameter_places, previous_places
 from counterpoint.runtime.store import Store
 
 
@@ -23,7 +23,7 @@ def fill(
     """
     chain = store.frame.chain
     places = _wanted(chain, parameter_places(store.frame, store.names), layers)
-    before = parameter_places(store.frame, store.names, -1)
+    before = previous_places(store.frame, store.names)
     buffers: dict[str, Tensor] = {}
     for name, tensor in _tensors(model, chain, weights, seed, frozenset(places)):
         if name in chain.buffers:
@@ -32,9 +32,9 @@ def fill(
             place = places[name]
             if tuple(tensor.shape) != place.shape:
                 raise ModelError(f"{name!r} has shape {tuple(tensor.shape)} in the weights, {place.shape} in the model")
-            source = tensor.detach().to(place.dtype).contiguous().view(-1).view(torch.uint8)
-            for key in dict.fromkeys((place.key, before[name].key)):
-                store.write_place(key, place.offset_bytes, source)
+            for target in (place, before[name]) if name in before else (place,):
+                source = tensor.detach().to(place.dtype).to(target.dtype).contiguous().view(-1).view(torch.uint8)
+                store.write_place(target.key, target.offset_bytes, source)
     announce(store, layers)
     return {name: buffers[name] for name in chain.buffers}
 
@@ -43,8 +43,9 @@ def announce(store: Store, layers: frozenset[int] | None) -> None:
     """Say that the weights of some layers are home: the newest version and, where it has a place, the one before."""
     for layer in range(store.frame.num_layers) if layers is None else sorted(layers):
         if store.frame.weights[layer].slots:
-            for number in (-1, 0) if store.names.two_versions else (0,):
-                store.announce(weight(layer, number))
+            store.announce(weight(layer, 0))
+            if store.names.two_versions:
+                store.announce((old if store.frame.olds[layer].slots else weight)(layer, -1))
 
 
 def _wanted(chain: Chain, places: dict[str, Place], layers: frozenset[int] | None) -> dict[str, Place]:

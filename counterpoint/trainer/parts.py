@@ -13,6 +13,7 @@ from counterpoint.decomposer.chain import Batch, Chain, name_tensors
 from counterpoint.decomposer.example import Loss
 from counterpoint.runtime.backend import CPU
 from counterpoint.runtime.frame import Flat, Frame, frame_of
+from counterpoint.runtime.narrowing import narrowed
 from counterpoint.runtime.optimizer import UpdateRule
 
 Model = nn.Module | Sequence[nn.Module]
@@ -36,7 +37,7 @@ def parts_of(
     module = model if isinstance(model, nn.Module) else nn.ModuleList(model)
     with CPU.autocast(autocast):
         chain = _chain(model, example, loss)
-    frame = frame_of(chain)
+    frame = frame_of(chain, narrowed(chain, autocast))
     rule = UpdateRule(optimizer, _names(module, chain))
     return Parts(module, chain, frame, rule, _states(frame, rule))
 

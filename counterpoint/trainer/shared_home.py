@@ -45,7 +45,7 @@ def open_home(stack: contextlib.ExitStack, peers: Peers, folder: Path, parts: Pa
         **home_sizes(parts.frame, parts.states, duties.two_versions, copies),
         **unused_sizes(parts.chain),
     }
-    keys = [key for key in sizes if key.startswith("weight")]
+    keys = [key for key in sizes if key.startswith(("weight", "old"))]
     if peers.leads:
         disk = stack.enter_context(Disk(folder, sizes))
         versions = Versions(folder / "versions.bin", keys, make=True)
