@@ -1,6 +1,7 @@
 """Tiny models for several devices, the loops that they are held against, and training one of them on a device."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -65,11 +66,29 @@ class Tied(nn.Module):
         return self.head(torch.tanh(self.third(hidden)))
 
 
+class Wide(nn.Module):
+    """Blocks whose matrices are large enough to be narrow, with norms that are not; a layer each, like its ends."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(11, 64)
+        self.norms = nn.ModuleList(nn.LayerNorm(64) for _ in range(4))
+        self.first = nn.ModuleList(nn.Linear(64, 96) for _ in range(4))
+        self.second = nn.ModuleList(nn.Linear(96, 64) for _ in range(4))
+        self.head = nn.Linear(64, 11)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.embedding(x)
+        for norm, first, second in zip(self.norms, self.first, self.second, strict=True):
+            hidden = hidden + second(torch.relu(first(norm(hidden))))
+        return self.head(hidden)
+
+
 def mlp_loss(output: Tensor, batch: dict[str, Tensor]) -> Tensor:
     return functional.cross_entropy(output, batch["y"])
 
 
-def tied_loss(output: Tensor, batch: dict[str, Tensor]) -> Tensor:
+def tokens_loss(output: Tensor, batch: dict[str, Tensor]) -> Tensor:
     return functional.cross_entropy(output.flatten(0, 1), batch["y"].flatten())
 
 
@@ -98,12 +117,18 @@ class Problem:
 
     def build(self) -> nn.Module:
         torch.manual_seed(7)
-        model = Tied() if self.model == "tied" else Mlp(self.dropout, norm=self.model == "normed")
+        model: nn.Module = Mlp(self.dropout, norm=self.model == "normed")
+        if self.is_of_tokens:
+            model = Tied() if self.model == "tied" else Wide()
         return model.to(getattr(torch, self.dtype)).train()
 
     @property
+    def is_of_tokens(self) -> bool:
+        return self.model in ("tied", "wide")
+
+    @property
     def loss(self) -> Callable[[Tensor, dict[str, Tensor]], Tensor]:
-        return tied_loss if self.model == "tied" else mlp_loss
+        return tokens_loss if self.is_of_tokens else mlp_loss
 
     def batches(self, steps: int | None = None) -> list[dict[str, Tensor]]:
         generator = torch.Generator().manual_seed(1)
@@ -111,7 +136,7 @@ class Problem:
 
     def _batch(self, generator: torch.Generator) -> dict[str, Tensor]:
         size = self.minibatch
-        if self.model == "tied":
+        if self.is_of_tokens:
             x, y = (torch.randint(0, 11, (size, 5), generator=generator) for _ in range(2))
             return {"x": x, "y": y}
         x = torch.randn(size, 8, generator=generator).to(getattr(torch, self.dtype))
@@ -185,8 +210,15 @@ class Roomy(Cpu):
 
 
 def train_swapping(problem: Problem, setting: Setting, folder: str, factor: float = 1.0) -> dict[str, Any]:
-    """As `train`, with `factor` times the least memory that the plan can do with: these models are small beside the
-    process itself, so what programs may use is given by hand."""
+    """As `train`, with `factor` times the least memory that the plan can do with."""
+    with least_memory(problem, setting, folder, factor) as least:
+        return train(problem, setting, folder) | {"least": least}
+
+
+@contextmanager
+def least_memory(problem: Problem, setting: Setting, folder: str, factor: float = 1.0) -> Iterator[tuple[int, ...]]:
+    """Within it trainers have only so many times the least memory that the plan can do with: these models are small
+    beside the process itself, so what programs may use is given by hand."""
     assert setting.plan is not None
     with make_trainer(problem, setting, folder) as trainer:
         program = write_program(setting.plan, trainer.program.outline)
@@ -197,7 +229,7 @@ def train_swapping(problem: Problem, setting: Setting, folder: str, factor: floa
     engine.usable_bytes = lambda memory, base: int(least[device] * factor) + staging  # type: ignore[assignment]
     engine.CPU = Roomy()
     try:
-        return train(problem, setting, folder) | {"least": least}
+        yield least
     finally:
         engine.usable_bytes, engine.CPU = before  # type: ignore[misc]
 

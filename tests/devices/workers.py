@@ -11,10 +11,12 @@ from typing import Any
 from torch.nn.parallel import DistributedDataParallel
 
 from counterpoint import ExecutionError, LossError, Trainer
+from counterpoint.core.memory import peak_bytes
 from counterpoint.core.outline import Outline
+from counterpoint.core.profile import LayerCost
 from counterpoint.core.program import reads, unroll, writes
 from counterpoint.core.task import AllReduce, Backward, Buffer, Evict, Forward, Load, Receive, Send, Task, Update
-from tests.devices.problems import OPTIMIZERS, Problem, Setting, make_trainer, train, weights_of
+from tests.devices.problems import OPTIMIZERS, Problem, Setting, least_memory, make_trainer, train, weights_of
 
 
 def train_for_ever(problem: Problem, setting: Setting, folder: str, mark: str) -> None:
@@ -152,6 +154,40 @@ def count(problem: Problem, setting: Setting, folder: str) -> dict[str, Any]:
         }
 
 
+def count_swapping(problem: Problem, setting: Setting, folder: str) -> dict[str, Any]:
+    """As `count`, in the least memory that the plan can do with."""
+    with least_memory(problem, setting, folder):
+        return count(problem, setting, folder)
+
+
+def versions(problem: Problem, setting: Setting, folder: str) -> dict[str, Any]:
+    """Bytes of old versions, in memory beside what the profile says; and the most that was held beside the forecast."""
+    found: dict[int, dict[str, int]] = {}
+    with make_trainer(problem, setting, folder) as trainer:
+        drop = trainer.store.drop
+
+        def watched(buffer: Buffer) -> None:
+            if buffer.kind in ("weight", "old"):
+                found.setdefault(buffer.owner, {})[buffer.kind] = trainer.store.regions[buffer].num_bytes
+            drop(buffer)
+
+        trainer.store.drop = watched
+        for batch in problem.batches():
+            trainer.step(batch)
+        trainer.settle()
+        layers = trainer.executor.costs.profile.layers
+        return {
+            "found": found,
+            "expected": {i: _version_bytes(layers[i]) for i in found},
+            "forecast": trainer._engine.forecast.tiers[trainer.device].peak_bytes,
+            "program": peak_bytes(trainer.program, trainer.executor.costs, trainer.device),
+        }
+
+
+def _version_bytes(layer: LayerCost) -> dict[str, int]:
+    return {"weight": layer.weight_bytes} | ({"old": layer.old_bytes} if layer.old_bytes else {})
+
+
 def _bytes(costs: Any, tasks: Iterable[Task], kind: type) -> int:
     return sum(costs.buffer_bytes(task.buffer) for task in tasks if isinstance(task, kind))
 
@@ -189,7 +225,7 @@ def _versions(tasks: Iterable[Task], outline: Outline) -> int:
     for index, task in enumerate(tasks):
         if isinstance(task, Forward | Backward | Update):
             for buffer in (*reads(task, outline), *writes(task, outline)):
-                if buffer.kind == "weight":
+                if buffer.kind in ("weight", "old"):
                     uses.setdefault(buffer, []).append(index)
     lives = {buffer: (indices[0], indices[-1]) for buffer, indices in uses.items()}
     moments = {(buffer.owner, begin) for buffer, (begin, _) in lives.items()}
