@@ -11,7 +11,6 @@ from typing import Any
 from torch.nn.parallel import DistributedDataParallel
 
 from counterpoint import ExecutionError, LossError, Trainer
-from counterpoint.core.memory import peak_bytes
 from counterpoint.core.outline import Outline
 from counterpoint.core.profile import LayerCost
 from counterpoint.core.program import reads, unroll, writes
@@ -161,7 +160,7 @@ def count_swapping(problem: Problem, setting: Setting, folder: str) -> dict[str,
 
 
 def versions(problem: Problem, setting: Setting, folder: str) -> dict[str, Any]:
-    """Bytes of old versions, in memory beside what the profile says; and the most that was held beside the forecast."""
+    """Bytes of the versions of each layer when they were dropped, beside what the profile says."""
     found: dict[int, dict[str, int]] = {}
     with make_trainer(problem, setting, folder) as trainer:
         drop = trainer.store.drop
@@ -176,12 +175,7 @@ def versions(problem: Problem, setting: Setting, folder: str) -> dict[str, Any]:
             trainer.step(batch)
         trainer.settle()
         layers = trainer.executor.costs.profile.layers
-        return {
-            "found": found,
-            "expected": {i: _version_bytes(layers[i]) for i in found},
-            "forecast": trainer._engine.forecast.tiers[trainer.device].peak_bytes,
-            "program": peak_bytes(trainer.program, trainer.executor.costs, trainer.device),
-        }
+        return {"found": found, "expected": {i: _version_bytes(layers[i]) for i in found}}
 
 
 def _version_bytes(layer: LayerCost) -> dict[str, int]:

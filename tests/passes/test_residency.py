@@ -3,6 +3,7 @@
 import importlib.util
 import random
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
 
@@ -155,3 +156,28 @@ def test_traffic_falls_for_a_large_body_too() -> None:
     moved = [moved_bytes(place(program, costs, (budget,), homes), costs)[0] for budget in budgets]
     assert moved == sorted(moved, reverse=True)
     assert moved[-1] == 0 < moved[0]
+
+
+def test_a_narrow_old_version_takes_its_own_bytes() -> None:
+    """In the update, where both versions and all else of a layer are there; and where nothing has to move."""
+    wide, plan = chain(6), plan_of("2bw", "recompute")
+    narrow = replace(wide, layers=tuple(replace(c, old_bytes=c.weight_bytes // 2) for c in wide.layers))
+    assert _least(wide, plan) == (102 + 102 + 102 + 202, 105 + 105 + 105 + 205)
+    assert _least(narrow, plan) == (102 + 51 + 102 + 202, 105 + 52 + 105 + 205)
+    saved = [sum(c.weight_bytes - c.old_bytes for c in narrow.layers[first : first + 3]) for first in (0, 3)]
+    for device in (0, 1):
+        assert _still(wide, plan, device) - _still(narrow, plan, device) == saved[device]
+
+
+def _least(profile: Profile, plan: Plan) -> tuple[int, ...]:
+    return smallest_budgets(write_program(plan, profile.outline()), Costs(profile, plan))
+
+
+def _still(profile: Profile, plan: Plan, device: int) -> int:
+    """The least memory with which a device moves nothing."""
+    low, high = max(_least(profile, plan)), 10**4
+    while low < high:
+        middle = (low + high) // 2
+        moves = moved_bytes(placed(profile, plan, (middle,) * plan.num_devices), Costs(profile, plan))[device]
+        low, high = (middle + 1, high) if moves else (low, middle)
+    return low
