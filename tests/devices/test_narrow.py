@@ -85,11 +85,12 @@ def test_old_versions_take_what_the_program_says(tmp_path: Path) -> None:
     ids=["room for all", "least memory", "least memory, clipped"],
 )
 def test_what_moves_is_what_the_program_says(work: Callable[..., object], problem: Problem, tmp_path: Path) -> None:
-    for device in launch(2, work, problem, Setting(staged("2bw", problem)), folder_of(tmp_path)):
+    found = launch(2, work, problem, Setting(staged("2bw", problem)), folder_of(tmp_path))
+    for device in found:
         assert {name: measured for name, (measured, _) in device.items()} == {
             name: expected for name, (_, expected) in device.items()
         }
-        assert device["versions"][0] == 2
+    assert max(device["versions"][0] for device in found) == 2
 
 
 def test_pauses_and_checkpoints_keep_the_narrow_version(tmp_path: Path) -> None:
