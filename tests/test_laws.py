@@ -2,9 +2,10 @@
 
 from collections import defaultdict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 
+from counterpoint.runtime.duties import duties_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -181,6 +182,19 @@ def test_a_placed_program_keeps_its_promises(case: Case) -> None:
     respects_edges(program, timeline)
     peaks = timeline.peak_bytes()
     assert all(peaks[f"device {d}"] <= peak_bytes(program, case.costs, d) for d in range(len(case.budgets)))
+
+
+@LAWS
+@given(cases(schedules=("2bw",)))
+def test_flush_can_take_the_place_of_2bw(case: Case) -> None:
+    """On the same stages it needs no more memory, and devices have the same to do with one another."""
+    order = write_program(replace(case.plan, schedule="flush"), case.program.outline)
+    pairs = zip(smallest_budgets(order, case.costs), smallest_budgets(case.program, case.costs), strict=True)
+    assert all(need <= known for need, known in pairs)
+    flush, delayed = duties_of(order), duties_of(case.program)
+    assert (flush.two_versions, delayed.two_versions) == (False, any(delayed.writers))
+    assert [set(lanes) for lanes in flush.lanes] == [set(lanes) for lanes in delayed.lanes]
+    assert replace(flush, lanes=(), two_versions=True) == replace(delayed, lanes=(), two_versions=True)
 
 
 def respects_edges(program: Program, timeline: Timeline) -> None:

@@ -29,7 +29,7 @@ class Plan:
     backward pack. `stages` are the layers of each pipeline position, for schedules that have positions. With
     `shard_updates` one replica updates a layer for all and the others load the result. `host_layers` are updated at
     home, where their optimizer state stays. Devices are numbered stage by stage, the replicas of a stage side by side;
-    with `replicas_apart` pipeline by pipeline.
+    with `replicas_apart` pipeline by pipeline. The first `flush_steps` steps of 2bw are run as flush runs them.
     """
 
     schedule: str
@@ -48,6 +48,7 @@ class Plan:
     shard_updates: bool = False
     residency: str = "planned"
     replicas_apart: bool = False
+    flush_steps: int = 0
 
     def __post_init__(self) -> None:
         problems = list(_problems(self))
@@ -91,6 +92,10 @@ def _problems(plan: Plan) -> Iterator[str]:
         yield f"unknown residency {plan.residency!r}; known are planned, lru, none"
     if min(plan.num_microbatches, plan.microbatch_size, plan.num_devices, plan.num_replicas) < 1:
         yield "microbatches, their size, devices and replicas must be at least 1"
+    if plan.flush_steps < 0:
+        yield f"flush_steps must be at least 0, not {plan.flush_steps}"
+    if plan.flush_steps and plan.schedule != "2bw":
+        yield f"the first {plan.flush_steps} steps by flush are for 2bw"
     if not plan.backward_packs:
         yield "there must be at least one backward pack"
         return

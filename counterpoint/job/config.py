@@ -48,6 +48,8 @@ class Config:
     network: str | None = _option(None, "bytes per second between servers, for the forecast (default: 1.25 GB)")
     restarts: int = _option(0, "times that a failed run on several devices is started again from its last checkpoint")
     schedule: str = _option("harmony", "order of the computation", RUN_SCHEDULES)
+    flush_steps: int = _option(0, "first steps of 2bw that are run by flush, without its delay")
+    error_feedback: float = _option(0.0, "strength of error feedback, against the delay of 2bw; 0: none")
     activations: str | None = _option(None, "for backward (default: what is fastest within the budget)", POLICIES)
     evaluate_every: int = _option(0, "steps between evaluations on held-out data; 0: none")
     evaluate_minibatches: int = _option(4, "minibatches per evaluation")
@@ -80,7 +82,7 @@ _AT_LEAST = {
     "vocabulary": 2, "steps": 1, "minibatch": 1, "microbatch": 1, "sequence_length": 2, "warmup": 0,
     "evaluate_every": 0, "evaluate_minibatches": 1, "save_every": 0, "keep": 1, "seed": 0, "log_every": 1,
     "weight_decay": 0, "validation_share": 0, "final_share": 0, "momentum": 0, "devices": 1, "replicas": 1,
-    "restarts": 0,
+    "restarts": 0, "flush_steps": 0, "error_feedback": 0,
 }  # fmt: skip
 _BELOW = {"validation_share": 1.0, "momentum": 1.0}
 
@@ -108,6 +110,8 @@ def _relations(config: Config) -> Iterator[str]:
         yield f"final_share must be at most 1, not {config.final_share}"
     if config.microbatch and config.minibatch % config.microbatch:
         yield f"microbatches of {config.microbatch} do not divide a minibatch of {config.minibatch}"
+    if config.flush_steps and config.schedule != "2bw":
+        yield f"flush_steps are the first steps of 2bw, and the schedule is {config.schedule}"
     if config.memory is not None and not parse_bytes(config.memory):
         yield "memory must be more than nothing"
     if config.network is not None and not parse_bytes(config.network):

@@ -7,9 +7,16 @@ from torch import nn
 
 from counterpoint.core.errors import ModelError
 from counterpoint.job.config import Config
+from counterpoint.runtime.error_feedback import ErrorFeedback
 
 
 def build_optimizer(config: Config, model: nn.Module) -> torch.optim.Optimizer:
+    """The one that is named, with error feedback if asked for."""
+    optimizer = _named_optimizer(config, model)
+    return ErrorFeedback(optimizer, config.error_feedback) if config.error_feedback else optimizer
+
+
+def _named_optimizer(config: Config, model: nn.Module) -> torch.optim.Optimizer:
     """Matrices decay, vectors (biases and norms) do not."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if not trained:

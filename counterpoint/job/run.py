@@ -111,6 +111,7 @@ def _trainer(setup: Setup) -> Trainer:
         schedule=config.schedule,
         replicas=config.replicas,
         network=config.network,
+        flush_steps=config.flush_steps,
         activations=config.activations,
         weights=setup.source.weights,
         resume=setup.checkpoint,

@@ -1,6 +1,6 @@
 """Profile x Machine x Plan -> Forecast: will it fit, how fast will it run, what will it wait for."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from counterpoint.core.costs import Costs
 from counterpoint.core.machine import Machine
@@ -11,7 +11,7 @@ from counterpoint.core.task import Backward, Forward
 from counterpoint.core.timeline import Timeline
 from counterpoint.planner.placement import Placement, kept_layers
 
-__all__ = ["Forecast", "TierUse", "forecast", "kept_layers", "run"]
+__all__ = ["Forecast", "TierUse", "flushing", "forecast", "kept_layers", "run"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,7 +28,8 @@ class Forecast:
     """One step in the steady state. Shares are in thousandths of all devices' time.
 
     `useful_permille` is spent on forwards and backwards, `repeated_permille` on recomputing, `updating_permille` on the
-    optimizer, and the rest is idle, by cause. `link_bytes` are per step.
+    optimizer, and the rest is idle, by cause. `link_bytes` are per step. A step takes `flush_step_ns` where the plan
+    begins with some by flush.
     """
 
     model: str
@@ -46,6 +47,7 @@ class Forecast:
     idle_permille: tuple[tuple[str, int], ...]
     link_bytes: tuple[tuple[str, int], ...]
     tiers: tuple[TierUse, ...]
+    flush_step_ns: int = 0
 
     @property
     def samples_per_s(self) -> float:
@@ -89,6 +91,14 @@ def forecast(profile: Profile, machine: Machine, plan: Plan, program: Program, t
         link_bytes=tuple((name, size) for name, size in timeline.steady_link_bytes if size),
         tiers=tuple(TierUse(tier.name, peaks.get(tier.name, 0), tier.capacity_bytes) for tier in known),
     )
+
+
+def flushing(profile: Profile, machine: Machine, found: Forecast) -> tuple[Program, Forecast]:
+    """The program of a 2bw plan's first steps by flush, on the same stages; and the forecast of both together."""
+    program, timeline = run(profile, machine, replace(found.plan, schedule="flush", flush_steps=0))
+    peaks = timeline.peak_bytes()
+    tiers = tuple(replace(tier, peak_bytes=max(tier.peak_bytes, peaks.get(tier.name, 0))) for tier in found.tiers)
+    return program, replace(found, tiers=tiers, flush_step_ns=max(timeline.step_ns, 1))
 
 
 def _busy_ns(machine: Machine, plan: Plan, costs: Costs, program: Program) -> tuple[int, int, int]:

@@ -56,8 +56,9 @@ def _batch(plan: Plan) -> str:
     apart = ", pipelines side by side" if plan.replicas_apart else ""
     replicas = f" on each of {plan.num_replicas} replicas{apart}" if plan.num_replicas > 1 else ""
     group = f" in groups of {plan.forward_group} and {plan.backward_group}" if plan.forward_group > 1 else ""
+    first = f" after {plan.flush_steps} steps by flush" if plan.flush_steps else ""
     return (
-        f"{plan.schedule}, minibatch {plan.minibatch_size} = "
+        f"{plan.schedule}{first}, minibatch {plan.minibatch_size} = "
         f"{plan.num_microbatches} microbatches of {plan.microbatch_size}{group}{replicas}"
     )
 
@@ -96,9 +97,15 @@ def _sizes(packs: tuple[Pack, ...]) -> str:
 
 
 def _speed(forecast: Forecast) -> Iterator[tuple[str, str]]:
-    yield "step time", format_ns(forecast.step_ns)
+    yield "step time", format_ns(forecast.step_ns) + _first_steps(forecast)
     rate = forecast.samples_per_s
     yield "throughput", (f"{rate:,.0f}" if rate >= 100 else f"{rate:.3g}") + " samples/s" + _tokens(forecast)
+
+
+def _first_steps(forecast: Forecast) -> str:
+    if not forecast.plan.flush_steps:
+        return ""
+    return f", after {forecast.plan.flush_steps} steps by flush of {format_ns(forecast.flush_step_ns)}"
 
 
 def _tokens(forecast: Forecast) -> str:

@@ -38,7 +38,8 @@ def margin_bytes(memory_bytes: int) -> int:
 class Decision:
     """`budget_bytes` is what programs may use: the memory without the process itself and a margin.
 
-    `profile` is what the program was placed by; where freed tensors wait, its workspaces have room for them.
+    `profile` is what the program was placed by; where freed tensors wait, its workspaces have room for them. `flush`
+    is the program of the first steps, where the plan has some by flush.
     """
 
     machine: Machine
@@ -48,6 +49,7 @@ class Decision:
     forecast: Forecast
     profile: Profile
     freed: Freed
+    flush: Program | None = None
 
 
 def decide(

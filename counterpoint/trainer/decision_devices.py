@@ -11,7 +11,7 @@ from counterpoint.core.profile import Profile
 from counterpoint.core.program import Program
 from counterpoint.core.timeline import Timeline
 from counterpoint.planner.defaults import REPLICATED, Wishes, default_plan
-from counterpoint.planner.forecast import forecast, run
+from counterpoint.planner.forecast import flushing, forecast, run
 from counterpoint.planner.search import Freedom
 from counterpoint.planner.servers import arrangements, num_servers
 from counterpoint.trainer.decision import Decision, beside_staging, large_updates, this_machine, with_home_updates
@@ -49,6 +49,15 @@ def decide_for_devices(
     found = forecast(profile, machine, best[0], program, timeline)
     budget = min(device.capacity_bytes for device in machine.devices)
     return Decision(machine, budget, best[0], program, found, profile, freed)
+
+
+def with_flush_steps(decision: Decision, flush_steps: int) -> Decision:
+    """The same for a run whose first steps are by flush: on the same stages, within the same budgets."""
+    if not flush_steps:
+        return decision
+    plan = replace(decision.plan, flush_steps=flush_steps)
+    program, found = flushing(decision.profile, decision.machine, replace(decision.forecast, plan=plan))
+    return replace(decision, plan=plan, forecast=found, flush=program)
 
 
 def these_devices(

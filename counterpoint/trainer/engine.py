@@ -13,12 +13,12 @@ from counterpoint.core.costs import Costs
 from counterpoint.core.duties import duties_of
 from counterpoint.core.errors import ExecutionError
 from counterpoint.core.profile import Profile
-from counterpoint.core.program import DeviceProgram
+from counterpoint.core.program import DeviceProgram, Program
 from counterpoint.core.task import Task, shift
 from counterpoint.core.units import format_bytes
 from counterpoint.decomposer.chain import Batch
 from counterpoint.planner.forecast_text import describe
-from counterpoint.profiler.measure import measured_sizes, profile_of
+from counterpoint.profiler.measure import measured_sizes
 from counterpoint.runtime.backend import CPU
 from counterpoint.runtime.buffer_exchange import BufferExchange
 from counterpoint.runtime.compute import Compute, Step
@@ -44,8 +44,9 @@ from counterpoint.trainer.agreement import agree, decide_together, share_buffers
 from counterpoint.trainer.chosen_plan import ChosenPlan
 from counterpoint.trainer.decision import decide, kept_by_allocator, usable_bytes
 from counterpoint.trainer.evaluation import Evaluator
-from counterpoint.trainer.initial_weights import blank_buffers
-from counterpoint.trainer.parts import Parts, tokens_per_sample
+from counterpoint.trainer.initial_weights import blank_buffers, repeat
+from counterpoint.trainer.measured import measured
+from counterpoint.trainer.parts import Parts
 from counterpoint.trainer.shared_home import SharedHome, common_folder, open_home
 from counterpoint.trainer.wishes import Wishes
 
@@ -56,7 +57,8 @@ class Engine:
     """One training under way. What it owns is given to `stack`, which its owner closes.
 
     With `peers` it is one device of several; all of them make the same calls. A program that looks ahead (2BW) runs a
-    step when the batch after it is there, or when it is settled.
+    step when the batch after it is there, or when it is settled. Where the first steps have a program of their own,
+    everything is settled before the other one begins.
     """
 
     def __init__(
@@ -64,7 +66,6 @@ class Engine:
     ) -> None:
         self.peers, self.device = peers, peers.device if peers else 0
         self.failure: BaseException | None = None
-        self.updates = 0
         self._closed, self._running, self._bodies, self._given = False, False, 0, 0
         if peers is None:
             self.folder = wishes.disk or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="counterpoint-")))
@@ -81,12 +82,13 @@ class Engine:
             home = open_home(stack, peers, self.folder, parts, self.duties)
             self.disk = home.disk
             self._build(parts, wishes, home)
+        self.begin_at(0)
         stack.callback(self._close)
 
     def _plan(self, parts: Parts, wishes: Wishes, example: Batch) -> None:
         """Measure the layers and decide; of several devices the first does it for all."""
         if self.peers is None or self.device == 0:
-            self.profile = self._measured(parts, wishes, example)
+            self.profile = measured(parts, wishes, example)
         if self.peers is not None:
             self.profile = shared(self.peers, Profile, "the profile", getattr(self, "profile", None))
         updated_at_home = tuple(range(parts.frame.num_layers)) if parts.rule.elementwise else ()
@@ -106,16 +108,9 @@ class Engine:
         if chosen.plan.host_layers and not parts.rule.elementwise:
             raise ValueError(f"updates at home need an optimizer that works element by element, not {parts.rule.name}")
         self.machine, self.program, self.forecast = chosen.machine, chosen.program, chosen.forecast
-        self.budget_bytes, self.chosen = chosen.budget_bytes, chosen
+        self.budget_bytes, self.chosen, self._current = chosen.budget_bytes, chosen, chosen.program
         self.base_bytes += HOME_STAGING_BYTES if chosen.plan.host_layers else 0
         self.plan = ChosenPlan.of(chosen.plan, f"{describe(chosen.forecast)}\n{self._whole(wishes.memory_bytes)}")
-
-    def _measured(self, parts: Parts, wishes: Wishes, example: Batch) -> Profile:
-        sizes = [wishes.plan.microbatch_size] if wishes.plan else wishes.freedom.microbatch_sizes
-        limit = max(0, wishes.memory_bytes - resident_bytes()) // 2
-        tokens = tokens_per_sample(parts.chain, example)
-        name = type(parts.module).__name__
-        return profile_of(parts.frame, parts.states, parts.rule, sizes, name, tokens, wishes.autocast, limit)
 
     def _whole(self, memory_bytes: int) -> str:
         """The last line of the forecast: the budget is for the whole process, also what an allocator keeps."""
@@ -161,18 +156,21 @@ class Engine:
 
     @property
     def part(self) -> DeviceProgram:
-        return self.program.devices[self.device]
+        return self._current.devices[self.device]
 
     @property
     def looks_ahead(self) -> int:
         """Steps whose batch is here while they are not finished."""
-        return self.program.epilogue_steps
+        return self._current.epilogue_steps
 
     def run(self, step: Step) -> Step | None:
         """Take a step's batch in and run what can run: the newest step that is finished, if one is.
 
         Transfers of the next step may be under way. A bad loss leaves no trace.
         """
+        if self._current is not self._program_of(step.number):
+            self.settle(step.number)
+            self._current = self._program_of(step.number)
         self.refuse_failed()
         finished: Step | None = None
         buffers = dict(self.compute.buffers)
@@ -230,6 +228,9 @@ class Engine:
                 self.store.names.base = self.updates
                 if self.peers is not None:
                     share_buffers(self.peers, self.duties, self.compute)
+                    if self._current is self.chosen.flush:  # which leaves one version; 2bw begins with two alike
+                        repeat(self.store, self.fills)
+                        self.peers.barrier("both versions are home")
             self._running = False
         return finished
 
@@ -266,6 +267,10 @@ class Engine:
     def begin_at(self, updates: int) -> None:
         """What is home from here on has seen so many updates."""
         self.updates = self.store.names.base = updates
+        self._current = self._program_of(updates)
+
+    def _program_of(self, step: int) -> Program:
+        return (self.chosen.flush if step < self.plan.flush_steps else None) or self.program
 
     @contextlib.contextmanager
     def telling(self) -> Iterator[None]:

@@ -1,6 +1,7 @@
 """A model, real or on the meta device, perhaps with a folder of weights -> its tensors at home, one at a time."""
 
 from collections.abc import Iterator
+from math import prod
 from pathlib import Path
 
 import torch
@@ -12,6 +13,8 @@ from counterpoint.decomposer import initialise, stream_safetensors
 from counterpoint.decomposer.chain import NO_LAYER, Chain
 from counterpoint.runtime.home import Place, parameter_places, previous_places
 from counterpoint.runtime.store import Store
+
+_PIECE_ELEMENTS = 1 << 20
 
 
 def fill(
@@ -46,6 +49,24 @@ def announce(store: Store, layers: frozenset[int] | None) -> None:
             store.announce(weight(layer, 0))
             if store.names.two_versions:
                 store.announce((old if store.frame.olds[layer].slots else weight)(layer, -1))
+
+
+def repeat(store: Store, layers: frozenset[int] | None) -> None:
+    """Put the newest weights of some layers also where the version before them lies: both are then as in a new run."""
+    newest, before = parameter_places(store.frame, store.names), previous_places(store.frame, store.names)
+    for layer in range(store.frame.num_layers) if layers is None else sorted(layers):
+        for slot in store.frame.weights[layer].slots:
+            _copy(store, newest[slot.name], before[slot.name])
+    announce(store, layers)
+
+
+def _copy(store: Store, source: Place, target: Place) -> None:
+    """A piece at a time: the pieces of every dtype begin at a block."""
+    count = prod(source.shape)
+    for start in range(0, count, _PIECE_ELEMENTS):
+        piece, offset = (min(_PIECE_ELEMENTS, count - start),), source.offset_bytes + start * source.dtype.itemsize
+        content = store.read_place(source.key, offset, piece, source.dtype).to(target.dtype)
+        store.write_place(target.key, target.offset_bytes + start * target.dtype.itemsize, content.view(torch.uint8))
 
 
 def _wanted(chain: Chain, places: dict[str, Place], layers: frozenset[int] | None) -> dict[str, Place]:

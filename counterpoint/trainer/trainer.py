@@ -49,7 +49,7 @@ class Trainer:
     of them make the same calls with the same batches, and every call tells all of them the same. `replicas` are copies
     of the model, each with its share of the batch; `network` is the speed between servers, in bytes per second. Under
     2bw a step is finished while the next one runs: `step` then returns the loss of the step before, and `settle`
-    finishes the last.
+    finishes the last. Its first `flush_steps` are run as flush does.
 
     `plan` prints as its forecast. `step_count` counts finished steps; `data_position` is the caller's to set, and is
     saved and loaded with the rest.
@@ -74,6 +74,7 @@ class Trainer:
         residency: str = "planned",
         plan: Plan | None = None,
         replicas: int | None = None,
+        flush_steps: int = 0,
         devices: int | None = None,
         network: str | int | None = None,
         weights: str | Path | None = None,
@@ -93,7 +94,8 @@ class Trainer:
                 wishes = read_wishes(
                     minibatch_size=self.minibatch_size, memory=memory, disk=disk, max_grad_norm=max_grad_norm,
                     microbatch=microbatch, precision=precision, seed=seed, schedule=schedule, activations=activations,
-                    pack=pack, residency=residency, plan=plan, replicas=replicas, network=network,
+                    pack=pack, residency=residency, plan=plan, replicas=replicas, flush_steps=flush_steps,
+                    network=network,
                     num_devices=self.peers.count if self.peers else 1,
                     num_servers=len(set(self.peers.servers)) if self.peers else 1,
                 )  # fmt: skip
@@ -145,8 +147,7 @@ class Trainer:
         counters = self.store.counters
         self._begin_ns = time.monotonic_ns() - self.executor.record.origin_ns
         loaded, evicted = counters.loaded_bytes, counters.evicted_bytes
-        if self._engine.looks_ahead:
-            step.groups = [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
+        step.groups = [{k: v for k, v in group.items() if k != "params"} for group in self.optimizer.param_groups]
         finished = self._engine.run(step)
         if self._engine.looks_ahead:
             self.step_count += 1

@@ -31,6 +31,7 @@ class Wishes:
     seed: int
     replicas: int | None = None
     network_bytes_per_s: int | None = None
+    flush_steps: int = 0
 
 
 def read_wishes(
@@ -49,6 +50,7 @@ def read_wishes(
     plan: Plan | None,
     replicas: int | None = None,
     network: str | int | None = None,
+    flush_steps: int = 0,
     num_devices: int = 1,
     num_servers: int = 1,
 ) -> Wishes:
@@ -58,6 +60,7 @@ def read_wishes(
     _refuse_unknown("residency", residency, RESIDENCIES)
     _refuse_unknown("activations", activations, (None, *POLICIES))
     _refuse_bad_sizes(minibatch_size, microbatch, pack, max_grad_norm, plan)
+    _refuse_flush_steps(flush_steps, schedule, plan)
     _refuse_other_plan(plan, minibatch_size, num_devices, max_grad_norm is not None)
     freedom = Freedom(
         minibatch_size,
@@ -74,7 +77,8 @@ def read_wishes(
     speed = None if network is None else parse_bytes(network)
     if speed == 0:
         raise ValueError("network must be more than 0 bytes per second; leave it out to use the usual one")
-    return Wishes(memory_bytes, freedom, plan, folder, PRECISIONS[precision], max_grad_norm, seed, replicas, speed)
+    dtype, first = PRECISIONS[precision], flush_steps if plan is None else plan.flush_steps
+    return Wishes(memory_bytes, freedom, plan, folder, dtype, max_grad_norm, seed, replicas, speed, first)
 
 
 def _refuse_unknown(option: str, value: object, known: tuple[object, ...]) -> None:
@@ -102,6 +106,15 @@ def _refuse_schedule(schedule: str, num_devices: int, replicas: int | None) -> N
     _refuse_unknown("schedule", schedule, SCHEDULES_OF_ONE if num_devices == 1 else SCHEDULES)
     if replicas is not None and (replicas < 1 or num_devices % replicas):
         raise ValueError(f"{num_devices} devices do not divide into {replicas} replicas")
+
+
+def _refuse_flush_steps(flush_steps: int, schedule: str, plan: Plan | None) -> None:
+    if flush_steps < 0:
+        raise ValueError(f"flush_steps must be at least 0, not {flush_steps}")
+    if plan is not None and flush_steps not in (0, plan.flush_steps):
+        raise ValueError(f"the plan has {plan.flush_steps} steps by flush, not {flush_steps}; leave flush_steps to it")
+    if plan is None and flush_steps and schedule != "2bw":
+        raise ValueError(f"flush_steps are the first steps of 2bw, and the schedule is {schedule}; leave them out")
 
 
 def _refuse_other_plan(plan: Plan | None, minibatch_size: int, num_devices: int, clipping: bool) -> None:

@@ -121,6 +121,8 @@ def test_files_that_are_not_json(tmp_path: Path) -> None:
         (lambda: replace(PLAN, forward_group=3), "forward groups of 3 do not divide 4 microbatches"),
         (lambda: replace(PLAN, forward_group=2), "may differ only if every pack recomputes"),
         (lambda: replace(PLAN, residency="magic"), "unknown residency 'magic'"),
+        (lambda: replace(PLAN, flush_steps=2), "the first 2 steps by flush are for 2bw"),
+        (lambda: replace(PLAN, flush_steps=-2), "flush_steps must be at least 0, not -2"),
         (lambda: replace(PLAN, stages=(Pack(0, 1),), num_devices=2), "need 1 devices, not 2"),
         (lambda: Costs(PROFILE, replace(PLAN, backward_packs=equal_packs(3, 1), activations=("keep",) * 3,
                                         forward_packs=equal_packs(3, 1))), "they end at layer 2, profile 'tiny'"),

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from counterpoint import Trainer
+from counterpoint import ErrorFeedback, Trainer
 from counterpoint.core.plan import Pack, Plan, equal_packs
 from counterpoint.passes.residency import smallest_budgets
 from counterpoint.runtime.backend import Cpu
@@ -23,6 +23,7 @@ from tests.home import read_parameters
 
 MEMORY = "4GiB"
 NUM_LAYERS = 6
+STRENGTH = 0.5
 PAGES_BYTES = 1 << 20  # a buffer of a few bytes takes a page
 
 
@@ -96,6 +97,8 @@ OPTIMIZERS: dict[str, Callable[[nn.Module], torch.optim.Optimizer]] = {
     "sgd": lambda model: torch.optim.SGD(model.parameters(), lr=0.05),
     "momentum": lambda model: torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=0.01),
     "adamw": lambda model: torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1),
+    "momentum fed back": lambda model: ErrorFeedback(OPTIMIZERS["momentum"](model), STRENGTH),
+    "adamw fed back": lambda model: ErrorFeedback(OPTIMIZERS["adamw"](model), STRENGTH),
 }
 
 

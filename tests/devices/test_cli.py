@@ -57,8 +57,10 @@ def test_a_run_on_two_devices_and_its_resumption(tmp_path: Path) -> None:
 
 
 def test_a_lost_process_costs_the_steps_since_the_last_checkpoint(tmp_path: Path) -> None:
+    """It is lost among the first steps, which are by flush."""
     run = tmp_path / "run"
-    options = ("--schedule", "2bw", "--steps", "40", "--save-every", "4", "--restarts", "1")
+    trained = ("--schedule", "2bw", "--steps", "40", "--flush-steps", "30", "--error-feedback", "0.5")
+    options = (*trained, "--save-every", "4", "--restarts", "1")
     with subprocess.Popen(
         command(run, *options), env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:
@@ -76,7 +78,7 @@ def test_a_lost_process_costs_the_steps_since_the_last_checkpoint(tmp_path: Path
     assert "goes on     from" in out
     assert len(losses(run)) == 40
     whole = tmp_path / "whole"
-    subprocess.run(
-        command(whole, *options[:4]), env=environment(), capture_output=True, text=True, timeout=120, check=True
-    )
+    subprocess.run(command(whole, *trained), env=environment(), capture_output=True, text=True, timeout=120, check=True)
     assert losses(run)[-1] == losses(whole)[-1]
+    assert json.loads((whole / "plan.json").read_text())["flush_steps"] == 30
+    assert "2bw after 30 steps by flush" in (whole / "forecast.txt").read_text()

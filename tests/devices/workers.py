@@ -12,6 +12,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from counterpoint import ExecutionError, LossError, Trainer
 from counterpoint.core.outline import Outline
+from counterpoint.core.plan import Plan
 from counterpoint.core.profile import LayerCost
 from counterpoint.core.program import reads, unroll, writes
 from counterpoint.core.task import AllReduce, Backward, Buffer, Evict, Forward, Load, Receive, Send, Task, Update
@@ -227,3 +228,8 @@ def _versions(tasks: Iterable[Task], outline: Outline) -> int:
         sum(b.owner == owner and begin <= moment < end for b, (begin, end) in lives.items())
         for owner, moment in moments
     )
+
+
+def plan_of(problem: Problem, setting: Setting, folder: str) -> tuple[Plan, str, int]:
+    with make_trainer(problem, setting, folder) as trainer:
+        return trainer.forecast.plan, trainer.describe(), trainer.forecast.flush_step_ns

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from counterpoint import ErrorFeedback
 from counterpoint.core.errors import ModelError
 from counterpoint.job.config import Config
 from counterpoint.job.optimizers import build_optimizer, learning_rate_at, set_learning_rate
@@ -23,6 +24,14 @@ def test_vectors_do_not_decay(name: str, kind: type) -> None:
     assert {group["lr"] for group in optimizer.param_groups} == {0.5}
     set_learning_rate(optimizer, 0.25)
     assert {group["lr"] for group in optimizer.param_groups} == {0.25}
+
+
+def test_error_feedback_is_around_the_optimizer() -> None:
+    model = torch.nn.Linear(3, 2)
+    optimizer = build_optimizer(Config(error_feedback=0.25), model)
+    assert isinstance(optimizer, ErrorFeedback)
+    assert type(optimizer.optimizer) is torch.optim.AdamW
+    assert [group["error_feedback"] for group in optimizer.param_groups] == [0.25, 0.25]
 
 
 def test_frozen_parameters_are_left_alone() -> None:

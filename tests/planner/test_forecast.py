@@ -8,7 +8,7 @@ from counterpoint.core.machine import GIB
 from counterpoint.planner import catalog
 from counterpoint.planner.counting import Precision
 from counterpoint.planner.defaults import Wishes, default_plan
-from counterpoint.planner.forecast import Forecast, forecast, run
+from counterpoint.planner.forecast import Forecast, flushing, forecast, run
 from counterpoint.planner.forecast_text import describe
 from counterpoint.planner.machines import with_budget
 
@@ -50,6 +50,22 @@ def test_shares_add_up() -> None:
     found = forecast_of("gpt2-medium", "1080ti", 2, Wishes("flush", 16), 3 * GIB)
     busy = found.useful_permille + found.repeated_permille + found.updating_permille
     assert busy + sum(permille for _, permille in found.idle_permille) == pytest.approx(1000, abs=20)
+
+
+def test_first_steps_by_flush_are_told() -> None:
+    """GPT 2.2B on 8 V100: a step by flush is slower, and what is there at once is within either's."""
+    machine = catalog.machine("v100", 8, "bf16")
+    profile = catalog.profile("gpt-2.2b", machine, precision="bf16")
+    plan = default_plan(profile, machine, Wishes("2bw", 64, residency="none"))
+    alone = forecast(profile, machine, plan, *run(profile, machine, plan))
+    program, found = flushing(profile, machine, replace(alone, plan=replace(plan, flush_steps=100)))
+    assert program.epilogue_steps == 0
+    assert found.step_ns == alone.step_ns < found.flush_step_ns
+    assert [tier.peak_bytes for tier in found.tiers] == [tier.peak_bytes for tier in alone.tiers]
+    text = describe(found)
+    assert "2bw after 100 steps by flush, minibatch 64" in text
+    assert ", after 100 steps by flush of " in text
+    assert "by flush" not in describe(alone)
 
 
 def test_peaks_keep_to_the_budget() -> None:
