@@ -42,10 +42,6 @@ from counterpoint.runtime.updates import Exchange, Total, Updates
 __all__ = ["Compute", "Step"]
 
 
-def _nothing(step: Step) -> None:
-    """Nobody else waits for the losses."""
-
-
 @dataclass(slots=True)
 class _Graph:
     """One layer's run, waiting to be differentiated: an entrance per occurrence of an input, a leaf per weight."""
@@ -80,8 +76,8 @@ class Compute:
         self.training = True
         self.backend = store.backend
         self.num_losses = num_microbatches
-        self.on_losses: Callable[[Step], None] = _nothing
-        self.headroom: Headroom | None = None
+        self.on_losses: Callable[[Step], None] = lambda step: None  # nobody else waits for them
+        self.headroom = Headroom.without_limit()
 
     def forward(self, task: Forward) -> None:
         """Run layers; leave the values that others read, and graphs where saved tensors are kept."""
@@ -97,7 +93,7 @@ class Compute:
             self._pass_on(layer, outputs, values, task.microbatch)
             self._forget_used(layer, values, keep)
             del outputs
-            self._relieve()
+            self.headroom.relieve()
         for value in keep:
             tensor = values[value]
             lent = self.store.is_lent(tensor) or self._is_weight(tensor, task)
@@ -114,15 +110,11 @@ class Compute:
                 self._pass_on(layer, outputs, values, task.microbatch)
                 self._forget_used(layer, values, set())
                 del outputs
-                self._relieve()
+                self.headroom.relieve()
         inside: dict[int, Tensor] = {}
         for layer in range(task.last, task.first - 1, -1):
             self._differentiate(layer, task, inside)
             self.forwarded.pop((layer, task.microbatch), None)
-            self._relieve()
-
-    def _relieve(self) -> None:
-        if self.headroom:
             self.headroom.relieve()
 
     def norm(self, task: Norm) -> None:
@@ -262,7 +254,7 @@ class Compute:
         if not roots:
             return
         hooks = collect(graph.parameters, task.step, self.frame, self.store, self.started)
-        if self.headroom and self.headroom.tight:
+        if self.headroom.tight:
             hooks += before_each(roots, self.headroom.relieve)
         torch.autograd.backward(roots, seeds)
         for hook in hooks:

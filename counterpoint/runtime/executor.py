@@ -71,7 +71,8 @@ class Executor:
     ) -> None:
         self.store, self.compute, self.costs = store, compute, costs
         self.outside = Outside(store, costs, budget, headroom)
-        compute.headroom = headroom
+        if headroom:
+            compute.headroom = headroom
         self.device, self.transport, self.explain = device, transport, explain
         self.whole_names = False  # values of different microbatches look different
         self.record, self.awaited = Record(device, store.backend.used_bytes), Awaited(device)

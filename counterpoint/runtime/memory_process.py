@@ -143,6 +143,10 @@ class Headroom:
         self.workspace_bytes = workspace_bytes
         self.expected_bytes = self._coming_bytes = 0
 
+    @classmethod
+    def without_limit(cls) -> "Headroom":
+        return cls(0, _UNLIMITED, lambda task: 0)
+
     def compute(self, num_bytes: int, fresh_bytes: int, held_bytes: int) -> None:
         """A computation begins that needs so many bytes, some of them fresh, beside so many of the budget."""
         resident = resident_bytes()

@@ -29,13 +29,7 @@ from counterpoint.runtime.home import home_sizes, unused_sizes
 from counterpoint.runtime.home_update import STAGING_BYTES as HOME_STAGING_BYTES
 from counterpoint.runtime.home_update import HomeUpdate
 from counterpoint.runtime.losses import LossExchange
-from counterpoint.runtime.memory_process import (
-    Headroom,
-    give_back_freed_memory,
-    keep_freed_memory,
-    resident_bytes,
-    trim,
-)
+from counterpoint.runtime.memory_process import Headroom, resident_bytes, trim
 from counterpoint.runtime.peers import Peers
 from counterpoint.runtime.store import STAGING_BYTES, Store
 from counterpoint.runtime.transport import SLICE_BYTES, Transport
@@ -44,6 +38,7 @@ from counterpoint.trainer.agreement import agree, decide_together, share_buffers
 from counterpoint.trainer.chosen_plan import ChosenPlan
 from counterpoint.trainer.decision import decide, kept_by_allocator, usable_bytes
 from counterpoint.trainer.evaluation import Evaluator
+from counterpoint.trainer.freed_memory import let_be
 from counterpoint.trainer.initial_weights import blank_buffers, repeat
 from counterpoint.trainer.measured import measured
 from counterpoint.trainer.parts import Parts
@@ -134,10 +129,7 @@ class Engine:
             self.compute.updates.home = HomeUpdate(self.store, parts.rule)
         costs = Costs(self.chosen.profile, self.plan)
         headroom = Headroom(self.base_bytes, budget, Costs(self.profile, self.plan).workspace_bytes)
-        if self.chosen.freed == "leave":
-            give_back_freed_memory()
-        else:
-            keep_freed_memory(large=self.chosen.freed == "stay")
+        let_be(self.chosen.freed)
         self.transport: Transport | None = None
         self.losses: LossExchange | None = None
         self.shared_buffers: BufferExchange | None = None

@@ -17,9 +17,18 @@ from counterpoint.core.task import Backward, Forward
 from counterpoint.core.timeline import Timeline
 from counterpoint.passes.residency import task_needs
 from counterpoint.planner.placement import Placement
+from counterpoint.runtime.memory_process import give_back_freed_memory, keep_freed_memory
 
 Freed = Literal["leave", "wait", "stay"]  # at once; in the heap, if they are small enough for it; all of them
 _WORTH_PERCENT = 30  # of a step
+
+
+def let_be(freed: Freed) -> None:
+    """From now on freed tensors of this process are treated so."""
+    if freed == "leave":
+        give_back_freed_memory()
+    else:
+        keep_freed_memory(large=freed == "stay")
 
 
 def beside_freed(
