@@ -6,7 +6,9 @@ from torch import Tensor, nn
 from tests.devices.problems import OPTIMIZERS, Problem, accumulate
 
 
-def mitigated_loop(problem: Problem, flush_steps: int, strength: float = 0.0) -> tuple[dict[str, Tensor], list[float]]:
+def mitigated_loop(
+    problem: Problem, flush_steps: int, strength: float = 0.0, left_out: tuple[int, ...] = ()
+) -> tuple[dict[str, Tensor], list[float]]:
     """Gradients at the newest weights for the first steps and the one after them, then at those before.
 
     Weights move by u(t) + c (u(t) - u(t-1)), where u(t) is what the optimizer alone takes from them.
@@ -16,7 +18,8 @@ def mitigated_loop(problem: Problem, flush_steps: int, strength: float = 0.0) ->
     scheduler = problem.scheduler(optimizer)
     updates: list[Tensor] = []
     losses = []
-    for number, batch in enumerate(problem.batches()):
+    batches = [batch for number, batch in enumerate(problem.batches()) if number not in left_out]
+    for number, batch in enumerate(batches):
         if number <= flush_steps:
             _copy(model, old)
         losses.append(accumulate(problem, old, batch))

@@ -21,7 +21,7 @@ from tests.devices.problems import (
     train,
     train_swapping,
 )
-from tests.devices.workers import differ, plan_of
+from tests.devices.workers import differ, plan_of, train_through_bad_losses
 
 FREE = Problem(dtype="float64", steps=6)
 CLIPPED = Problem(dtype="float64", optimizer="momentum", max_grad_norm=0.05, decayed=True, steps=6, minibatch=16)
@@ -106,6 +106,27 @@ def test_it_goes_on_within_its_first_steps_at_their_end_and_after_them(tmp_path:
     ):
         again = launch(on.num_devices, act, problem, Setting(on, options={"resume": saved}), home, [("steps", steps)])
         assert [differences(device["weights"], weights) for device in again] == [{}] * on.num_devices, (saved, on)
+
+
+def test_old_versions_in_half_precision(tmp_path: Path) -> None:
+    problem = Problem(precision="bf16", steps=6)
+    found = launch(2, train, problem, Setting(staged("2bw", problem, flush_steps=3)), folder_of(tmp_path), (1,))
+    assert [differences(device["weights"], mitigated_loop(problem, 3)[0]) for device in found] == [{}, {}]
+
+
+def test_updates_at_home(tmp_path: Path) -> None:
+    plan = staged("2bw", CLIPPED, host_layers=(0, 1, 4), flush_steps=3)
+    found = launch(2, train, fed_back(CLIPPED), Setting(plan), folder_of(tmp_path))
+    assert [differences(device["weights"], mitigated_loop(CLIPPED, 3, STRENGTH)[0]) for device in found] == [{}, {}]
+
+
+def test_a_bad_loss_among_the_first_steps_leaves_no_trace(tmp_path: Path) -> None:
+    """The step is not counted: as many as asked for are by flush."""
+    setting = Setting(staged("2bw", FREE, flush_steps=2))
+    found = launch(2, train_through_bad_losses, fed_back(FREE), setting, folder_of(tmp_path), (1,))
+    weights, _ = mitigated_loop(FREE, 2, STRENGTH, left_out=(1,))
+    assert [differences(device["weights"], weights) for device in found] == [{}, {}]
+    assert [(len(device["errors"]), device["steps"]) for device in found] == [(1, FREE.steps - 1)] * 2
 
 
 def test_the_planner_knows_and_says_it(tmp_path: Path) -> None:
