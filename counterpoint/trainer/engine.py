@@ -46,6 +46,7 @@ from counterpoint.trainer.shared_home import SharedHome, common_folder, open_hom
 from counterpoint.trainer.wishes import Wishes
 
 POOL_SLACK_PERCENT = 2  # whole pages, and remapped regions that tensors still view
+_STEPS_KEPT = 3  # an update at home may still run when the next step has: it needs its own step's groups and losses
 
 
 class Engine:
@@ -198,7 +199,7 @@ class Engine:
         step = self.compute.steps[number]
         self.executor.run(self._shifted(tasks, number), step.number)
         self._bodies += 1
-        self.compute.steps.pop(number - 1, None)
+        self.compute.steps.pop(number - _STEPS_KEPT, None)
         if self.losses is not None:
             self.losses.hear(number)
         return step
