@@ -11,7 +11,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from counterpoint.core.task import Update, grad, weight
+from counterpoint.core.program import narrows
+from counterpoint.core.task import Update, grad, old, weight
 from counterpoint.runtime.disk import Disk
 from counterpoint.runtime.disk_extents import BLOCK_BYTES, round_to_blocks
 from counterpoint.runtime.disk_transfer import Transfer
@@ -26,23 +27,27 @@ _TURNS = 3  # one slice being read, one updated, one written
 
 @dataclass(frozen=True, slots=True)
 class _Source:
-    """A tensor at home; what becomes of it goes to `target`, if anywhere."""
+    """A tensor at home; what becomes of it goes to `target`, if anywhere. What is not read comes as it is."""
 
     disk: Disk
     key: str
     slot: Slot
     target: str = ""
+    reads: bool = True
 
 
 class HomeUpdate:
     """Updates layers at home through its own staging memory, which it has from the start."""
 
     def __init__(self, store: Store, rule: UpdateRule) -> None:
+        if not rule.elementwise:
+            raise ValueError(f"updates at home need an optimizer that works element by element, not {rule.name}")
         self.store, self.rule = store, rule
         self._region = Region(STAGING_BYTES)
 
     def update(self, layer: int, task: Update, started: set[str], factor: Tensor | None) -> None:
         """`started` are the parameters that a gradient has reached; `factor` clips their gradients."""
+        self._keep_old(layer, task)
         fresh = layer in self.store.fresh_states
         for slot in self.store.frame.weights[layer].slots:
             states = _states(self.store.states[layer], slot.name)
@@ -59,20 +64,38 @@ class HomeUpdate:
 
     def keep(self, layer: int, task: Update) -> None:
         """The next version is as this one."""
+        self._keep_old(layer, task)
         for slot in self.store.frame.weights[layer].slots:
             self._copy(self._weights(layer, task, slot))
         self.store.announce(weight(layer, task.step + 1))
 
     def _weights(self, layer: int, task: Update, slot: Slot) -> _Source:
         """With two versions the next one has a place of its own."""
-        old, new = (self.store.names.weight(layer, number) for number in (task.step, task.step + 1))
-        return _Source(self.store.disk, old, slot, new)
+        key, target = (self.store.names.weight(layer, number) for number in (task.step, task.step + 1))
+        return _Source(self.store.disk, key, slot, target)
+
+    def _keep_old(self, layer: int, task: Update) -> None:
+        """Leave a narrow copy of the weights behind, if the layer narrows."""
+        if not narrows(task, layer, self.store.frame.outline):
+            return
+        wide = {slot.name: slot for slot in self.store.frame.weights[layer].slots}
+        key = self.store.names.old(layer)
+        for slot in self.store.frame.olds[layer].slots:
+            before = _Source(self.store.disk, self.store.names.weight(layer, task.step), wide[slot.name])
+            for pieces in self._slices([before, _Source(self.store.disk, key, slot, key, reads=False)]):
+                pieces[1].copy_(pieces[0])
+        self.store.announce(old(layer, task.step))
 
     def _copy(self, source: _Source) -> None:
         if source.target != source.key:
-            self._count([source], fresh=False)
-            for _ in _slices([source], self._region, fresh=False):
+            for _ in self._slices([source]):
                 pass
+
+    def _slices(self, sources: list[_Source]) -> Iterator[list[Tensor]]:
+        read = sum(source.slot.num_bytes for source in sources if source.reads)
+        written = sum(source.slot.num_bytes for source in sources if source.target)
+        self.store.count(loaded=read, evicted=written)
+        return _slices(sources, self._region)
 
     def _update_parameter(
         self,
@@ -85,12 +108,11 @@ class HomeUpdate:
         slot, home = sources[0].slot, self.store.names.state(layer)
         like = {key: s for key, s in states.items() if s.shape == slot.shape}
         alone = {key: s for key, s in states.items() if s.shape != slot.shape}
-        sources = [*sources, *(_Source(self.store.disk, home, s, home) for s in like.values())]
-        self._count(sources, fresh)
+        sources = [*sources, *(_Source(self.store.disk, home, s, home, not fresh) for s in like.values())]
         before = dict(self.rule.scalars.get(slot.name, {}))
         singles = {key: self._read_single(home, s, fresh) for key, s in alone.items()}
         after = singles
-        for pieces in _slices(sources, self._region, fresh):
+        for pieces in self._slices(sources):
             if factor is not None:
                 pieces[1].mul_(factor)
             if before:  # plain numbers of the state advance once, not with every slice
@@ -100,11 +122,6 @@ class HomeUpdate:
             self.rule.update(slot.name, pieces[0], pieces[1], state, fresh)
         for key, state_slot in alone.items():
             self._write_single(home, state_slot, after[key])
-
-    def _count(self, sources: list[_Source], fresh: bool) -> None:
-        read = sum(source.slot.num_bytes for index, source in enumerate(sources) if index < 2 or not fresh)
-        written = sum(source.slot.num_bytes for source in sources if source.target)
-        self.store.count(loaded=read, evicted=written)
 
     def _read_single(self, key: str, slot: Slot, fresh: bool) -> Tensor:
         if fresh:
@@ -132,17 +149,14 @@ def _states(flat: Flat, parameter: str) -> dict[str, Slot]:
     return found
 
 
-def _slices(sources: list[_Source], region: Region, fresh: bool) -> Iterator[list[Tensor]]:
-    """Flat slices of all sources in step, as tensors that are written back when the next slice is asked for.
-
-    State that is `fresh` is not read: its slices come as they are, for the optimizer to fill.
-    """
+def _slices(sources: list[_Source], region: Region) -> Iterator[list[Tensor]]:
+    """Flat slices of all sources in step, as tensors that are written back when the next slice is asked for."""
     count = sources[0].slot.num_bytes // sources[0].slot.dtype.itemsize
     widest = max(source.slot.dtype.itemsize for source in sources)
     stretch = region.num_bytes // (_TURNS * len(sources)) // BLOCK_BYTES * BLOCK_BYTES
     size = stretch // widest // BLOCK_BYTES * BLOCK_BYTES  # slices of every width begin at a block
     starts = range(0, count, size)
-    turns = [_Turn(sources, region, turn * len(sources) * stretch, stretch, fresh) for turn in range(_TURNS)]
+    turns = [_Turn(sources, region, turn * len(sources) * stretch, stretch) for turn in range(_TURNS)]
     turns[0].read(0, min(size, count))
     for number, start in enumerate(starts):
         turn = turns[number % _TURNS]
@@ -157,8 +171,8 @@ def _slices(sources: list[_Source], region: Region, fresh: bool) -> Iterator[lis
 class _Turn:
     """One slice of each source in staging memory: read, lent, written back."""
 
-    def __init__(self, sources: list[_Source], region: Region, offset: int, stretch: int, fresh: bool) -> None:
-        self.sources, self.region, self.fresh = sources, region, fresh
+    def __init__(self, sources: list[_Source], region: Region, offset: int, stretch: int) -> None:
+        self.sources, self.region = sources, region
         self.offsets = [offset + index * stretch for index in range(len(sources))]
         self.start = self.count = 0
         self.pending: list[Transfer] = []
@@ -167,7 +181,7 @@ class _Turn:
         self.wait()
         self.start, self.count = start, count
         for index, source in enumerate(self.sources):
-            if not (self.fresh and index >= 2):
+            if source.reads:
                 self._move(source.disk.read, source.key, source.slot, self.offsets[index])
 
     def tensors(self) -> list[Tensor]:

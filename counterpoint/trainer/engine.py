@@ -101,8 +101,6 @@ class Engine:
             self.base_bytes += reduce_bytes
             budget = usable_bytes(wishes.memory_bytes, self.base_bytes)
             chosen = decide_together(self.peers, self.profile, budget, self.folder, freedom, wishes)
-        if chosen.plan.host_layers and not parts.rule.elementwise:
-            raise ValueError(f"updates at home need an optimizer that works element by element, not {parts.rule.name}")
         self.machine, self.program, self.forecast = chosen.machine, chosen.program, chosen.forecast
         self.budget_bytes, self.chosen, self._current = chosen.budget_bytes, chosen, chosen.program
         self.base_bytes += HOME_STAGING_BYTES if chosen.plan.host_layers else 0

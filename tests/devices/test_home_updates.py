@@ -55,6 +55,18 @@ def test_updates_at_home_have_two_versions_under_2bw(max_grad_norm: float | None
     assert [differences(device["weights"], delayed_loop(problem)[0]) for device in found] == [{}, {}]
 
 
+@pytest.mark.parametrize("bad", [(), (1, 2)], ids=["good", "bad losses"])
+def test_updates_at_home_leave_narrow_copies(bad: tuple[int, ...], tmp_path: Path) -> None:
+    """Old versions in bf16 are made at home too."""
+    problem = Problem(precision="bf16", steps=5)
+    plan = staged("2bw", problem)
+    expected = launch(2, train_through_bad_losses, problem, Setting(plan), folder_of(tmp_path), bad)
+    plan = staged("2bw", problem, host_layers=(0, 1, 4))
+    found = launch(2, train_through_bad_losses, problem, Setting(plan), folder_of(tmp_path), bad)
+    assert len(found[0]["errors"]) == len(bad)
+    assert [differences(device["weights"], expected[0]["weights"]) for device in found] == [{}, {}]
+
+
 def test_updates_at_home_in_the_least_memory(tmp_path: Path) -> None:
     plan = staged("2bw", PROBLEM, host_layers=(1, 3))
     found = launch(2, train_swapping, PROBLEM, Setting(plan), folder_of(tmp_path))

@@ -90,7 +90,7 @@ def train_through_bad_losses(
             for one in tried:
                 attempt(partial(trainer.step, one))
         if not found["ended"]:
-            if bad:
+            if bad is not None:
                 attempt(trainer.settle)
             found |= {"weights": weights_of(trainer), "steps": trainer.step_count}
         return found
