@@ -1,7 +1,7 @@
 """The text form of programs: written, read back, and refused with the line and what was expected."""
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from counterpoint.core.errors import ProgramError
@@ -93,11 +93,13 @@ programs = st.builds(
 )
 
 
+@settings(deadline=None)
 @given(programs)
 def test_parse_undoes_dump(program: Program) -> None:
     assert parse(dump(program)) == program
 
 
+@settings(deadline=None)
 @given(tasks)
 def test_a_task_is_one_line(task: Task) -> None:
     line = dump_task(task)
