@@ -70,7 +70,7 @@ def run_devices(
             command = [sys.executable, script, *arguments]
             environment = os.environ | environment_of(device, count, port)
             started.append(
-                subprocess.Popen(command, stdout=out, stderr=err, env=environment, preexec_fn=_joining(groups))
+                subprocess.Popen(command, stdout=out, stderr=err, env=environment, preexec_fn=joining(groups))
             )
         _wait(started, seconds)
         codes = [process.returncode for process in started]
@@ -92,7 +92,7 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-def _joining(groups: Sequence[Path]):  # type: ignore[no-untyped-def]
+def joining(groups: Sequence[Path]):  # type: ignore[no-untyped-def]
     def join() -> None:
         for folder in groups:
             (folder / "cgroup.procs").write_text(str(os.getpid()))

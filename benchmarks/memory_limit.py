@@ -32,10 +32,12 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from crew import joining
+from slow_disk import slow_disk
+
 from counterpoint.core.units import format_bytes, parse_bytes
 
 MEMORY = Path("/sys/fs/cgroup/memory")
-BLKIO = Path("/sys/fs/cgroup/blkio")
 SWAP_BYTES = 16 << 30
 SHAPES = {
     "gpt2-tiny": (4, 256, 4),
@@ -203,18 +205,12 @@ def contend(name: str, limit: int | None, swap: bool, arguments: argparse.Namesp
     command = [sys.executable, __file__, "--worker", name, "--model", arguments.model, "--batch", str(arguments.batch)]
     command += ["--length", str(arguments.length), "--steps", str(arguments.steps), "--folder", arguments.folder]
     command += ["--threads", str(arguments.threads), "--memory", str(limit or 0)]
-    groups = [group, *_throttled(arguments, limit)]
-
-    def join() -> None:
-        for folder in groups:
-            (folder / "cgroup.procs").write_text(str(os.getpid()))
-
-    with _swap_file(Path(arguments.folder)) if swap else contextlib.nullcontext():
-        code, out, error = _run(command, join, arguments.patience)
+    swapping = _swap_file(Path(arguments.folder)) if swap else contextlib.nullcontext()
+    with swapping, slow_disk(arguments.disk_limit if limit else "", arguments.folder) as groups:
+        code, out, error = _run(command, joining((group, *groups)), arguments.patience)
     rows = [json.loads(line) for line in out.splitlines() if line.startswith("{")]
     peak = int((group / "memory.max_usage_in_bytes").read_text())
-    for folder in groups:
-        folder.rmdir()
+    group.rmdir()
     seconds = [row["seconds"] for row in rows if "seconds" in row][1:]
     for row in rows:
         print("   ", json.dumps(row), flush=True)
@@ -252,18 +248,6 @@ def _swap_file(folder: Path) -> Iterator[None]:
     finally:
         subprocess.run(["swapoff", str(file)], check=False)
         file.unlink(missing_ok=True)
-
-
-def _throttled(arguments: argparse.Namespace, limit: int | None) -> list[Path]:
-    if not arguments.disk_limit or limit is None:
-        return []
-    device = os.stat(arguments.folder).st_dev
-    line = f"{os.major(device)}:{os.minor(device)} {parse_bytes(arguments.disk_limit)}"
-    group = BLKIO / f"counterpoint-{os.getpid()}"
-    group.mkdir(exist_ok=True)
-    (group / "blkio.throttle.read_bps_device").write_text(line)
-    (group / "blkio.throttle.write_bps_device").write_text(line)
-    return [group]
 
 
 def main() -> None:

@@ -14,21 +14,18 @@ never, all move the state twice; with replicas times N.
 """
 
 import argparse
-import os
 import statistics
 import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 from crew import Row, run_devices, seconds_of, take_turns, tell
-from memory_limit import BLKIO, SHAPES
+from memory_limit import SHAPES
+from slow_disk import slow_disk
 
-from counterpoint.core.units import format_bytes, parse_bytes
+from counterpoint.core.units import format_bytes
 
 OPTIONS: dict[str, dict[str, Any]] = {
     "harmony-pp": {"schedule": "harmony_pp"},
@@ -120,31 +117,14 @@ def turn(name: str, limit: str, arguments: argparse.Namespace) -> Row:
     command = ["--worker", name, "--model", arguments.model, "--vocabulary", str(arguments.vocabulary)]
     for option in ("batch", "length", "devices", "steps", "share"):
         command += [f"--{option}", str(getattr(arguments, option))]
-    with tempfile.TemporaryDirectory(dir=arguments.folder) as folder, _throttled(limit, folder) as groups:
+    bandwidth = "" if limit == "none" else limit
+    with tempfile.TemporaryDirectory(dir=arguments.folder) as folder, slow_disk(bandwidth, folder) as groups:
         command += ["-m", str(arguments.m), "--folder", folder]
         rows = [found[-1] for found in run_devices(__file__, command, arguments.devices, TURN_SECONDS, groups)]
     return rows[0] | {
         "seconds": [max(step) for step in zip(*(row["seconds"] for row in rows), strict=True)][1:],
         "moved": statistics.median([sum(step) for step in zip(*(row["moved"] for row in rows), strict=True)][1:]),
     }
-
-
-@contextmanager
-def _throttled(limit: str, folder: str) -> Iterator[list[Path]]:
-    """A control group for the disk under the folder, if it is limited."""
-    if limit == "none":
-        yield []
-        return
-    device = os.stat(folder).st_dev
-    line = f"{os.major(device)}:{os.minor(device)} {parse_bytes(limit)}"
-    group = BLKIO / f"counterpoint-{os.getpid()}"
-    group.mkdir(exist_ok=True)
-    try:
-        (group / "blkio.throttle.read_bps_device").write_text(line)
-        (group / "blkio.throttle.write_bps_device").write_text(line)
-        yield [group]
-    finally:
-        group.rmdir()
 
 
 def formula(name: str, m: int, devices: int) -> dict[str, int]:

@@ -107,9 +107,8 @@ def decide_together(
     if plan.flush_steps:
         flush = _shared_program(peers, "the program of the first steps", chosen.flush if chosen else None)
     profile = shared(peers, Profile, "the profile of the program", chosen.profile if chosen else None)
-    budget = machine.devices[peers.device].capacity_bytes
     freed = peers.broadcast("what becomes of freed memory", chosen.freed if chosen else None)
-    return Decision(machine, budget, plan, program, expected, profile, freed, flush)
+    return Decision(machine, plan, program, expected, profile, freed, flush)
 
 
 def _shared_program(peers: Peers, what: str, program: Program | None) -> Program:

@@ -36,14 +36,13 @@ def margin_bytes(memory_bytes: int) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """`budget_bytes` is what programs may use: the memory without the process itself and a margin.
+    """The capacity of the machine's devices is what programs may use: memory without the process and a margin.
 
     `profile` is what the program was placed by; where freed tensors wait, its workspaces have room for them. `flush`
     is the program of the first steps, where the plan has some by flush.
     """
 
     machine: Machine
-    budget_bytes: int
     plan: Plan
     program: Program
     forecast: Forecast
@@ -75,9 +74,8 @@ def decide(
     except BudgetError as error:
         raise _too_small(profile, memory_bytes, base_bytes, model_bytes, plan, error) from error
     profile, program, timeline, freed = beside_freed(profile, machine, plan, program, timeline)
-    budget = machine.devices[0].capacity_bytes
     shown = forecast(profile, machine, plan, program, timeline)
-    return Decision(machine, budget, plan, program, shown, profile, freed)
+    return Decision(machine, plan, program, shown, profile, freed)
 
 
 def _found(profile: Profile, machine: Machine, freedom: Freedom) -> tuple[Machine, Candidate]:

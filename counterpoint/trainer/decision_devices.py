@@ -47,8 +47,7 @@ def decide_for_devices(
     machine = beside_staging(machine, best[0].host_layers)
     profile, program, timeline, freed = beside_freed(profile, machine, *best)
     found = forecast(profile, machine, best[0], program, timeline)
-    budget = min(device.capacity_bytes for device in machine.devices)
-    return Decision(machine, budget, best[0], program, found, profile, freed)
+    return Decision(machine, best[0], program, found, profile, freed)
 
 
 def with_flush_steps(decision: Decision, flush_steps: int) -> Decision:

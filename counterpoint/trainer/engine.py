@@ -43,6 +43,7 @@ from counterpoint.trainer.initial_weights import blank_buffers, repeat
 from counterpoint.trainer.measured import measured
 from counterpoint.trainer.parts import Parts
 from counterpoint.trainer.shared_home import SharedHome, common_folder, open_home
+from counterpoint.trainer.together import telling
 from counterpoint.trainer.wishes import Wishes
 
 POOL_SLACK_PERCENT = 2  # whole pages, and remapped regions that tensors still view
@@ -102,7 +103,7 @@ class Engine:
             budget = usable_bytes(wishes.memory_bytes, self.base_bytes)
             chosen = decide_together(self.peers, self.profile, budget, self.folder, freedom, wishes)
         self.machine, self.program, self.forecast = chosen.machine, chosen.program, chosen.forecast
-        self.budget_bytes, self.chosen, self._current = chosen.budget_bytes, chosen, chosen.program
+        self.chosen, self._current = chosen, chosen.program
         self.base_bytes += HOME_STAGING_BYTES if chosen.plan.host_layers else 0
         self.plan = ChosenPlan.of(chosen.plan, f"{describe(chosen.forecast)}\n{self._whole(wishes.memory_bytes)}")
 
@@ -115,7 +116,7 @@ class Engine:
         return f"{'  whole process':<28}{sizes}: fits{spare}"
 
     def _build(self, parts: Parts, wishes: Wishes, home: SharedHome | None) -> None:
-        budget, m = self.budget_bytes, self.program.num_microbatches
+        budget, m = self.machine.devices[self.device].capacity_bytes, self.program.num_microbatches
         pool = CPU.pool(budget + budget * POOL_SLACK_PERCENT // 100)
         shares = (home.names, home.passing, home.versions) if home else ()
         self.fills = home.fills if home else None
@@ -263,15 +264,9 @@ class Engine:
     def _program_of(self, step: int) -> Program:
         return (self.chosen.flush if step < self.plan.flush_steps else None) or self.program
 
-    @contextlib.contextmanager
-    def telling(self) -> Iterator[None]:
+    def telling(self) -> contextlib.AbstractContextManager[None]:
         """Something that all devices do together: who fails tells the others; a single device may try again."""
-        try:
-            yield
-        except BaseException as error:
-            if self.peers is not None:
-                self.fail(error)
-            raise
+        return telling(self.fail if self.peers else None)
 
     def fail(self, error: BaseException) -> None:
         """This device cannot go on, and so cannot the others."""

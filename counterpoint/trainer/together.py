@@ -1,7 +1,7 @@
 """A process among others, or alone -> its peers, who are told what fails here."""
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from counterpoint.runtime.peers import Peers, started_by_launcher
 
@@ -20,11 +20,11 @@ def join(stack: contextlib.ExitStack, devices: int | None) -> Peers | None:
 
 
 @contextlib.contextmanager
-def telling(peers: Peers | None) -> Iterator[None]:
-    """Whatever fails here is told to the others."""
+def telling(fail: Callable[[BaseException], None] | None) -> Iterator[None]:
+    """Whatever fails here is told to the others, if there are any."""
     try:
         yield
     except BaseException as error:
-        if peers is not None:
-            peers.fail(error)
+        if fail is not None:
+            fail(error)
         raise

@@ -85,7 +85,7 @@ class Trainer:
         self._share: Share | None = None
         with contextlib.ExitStack() as stack:
             self.peers = join(stack, devices)
-            with telling(self.peers):
+            with telling(self.peers.fail if self.peers else None):
                 facts = None if resume is None else read_facts(Path(resume))
                 parts = parts_of(model, optimizer, example, loss, PRECISIONS.get(precision))
                 self.minibatch_size = batch_size(parts.chain, example)
