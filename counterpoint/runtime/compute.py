@@ -31,7 +31,7 @@ from counterpoint.core.task import (
 from counterpoint.decomposer.randomness import layer_seed
 from counterpoint.runtime.frame import Frame
 from counterpoint.runtime.gradients import Entrance, before_each, collect, discarding
-from counterpoint.runtime.memory_process import Headroom
+from counterpoint.runtime.headroom import Headroom
 from counterpoint.runtime.optimizer import UpdateRule
 from counterpoint.runtime.saved import SavedTensors, WeightName, saving
 from counterpoint.runtime.step import Step

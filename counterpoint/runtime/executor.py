@@ -37,8 +37,8 @@ from counterpoint.core.task import (
 )
 from counterpoint.runtime.awaited import Awaited
 from counterpoint.runtime.compute import Compute
+from counterpoint.runtime.headroom import Headroom
 from counterpoint.runtime.lanes import Job, Lanes
-from counterpoint.runtime.memory_process import Headroom
 from counterpoint.runtime.outside import Outside
 from counterpoint.runtime.record import Record
 from counterpoint.runtime.store import Store
@@ -62,7 +62,6 @@ class Executor:
         store: Store,
         compute: Compute,
         costs: Costs,
-        budget: int,
         headroom: Headroom | None = None,
         device: int = 0,
         lanes: Iterable[str] = (),
@@ -70,9 +69,8 @@ class Executor:
         explain: Callable[[str], str] = str,
     ) -> None:
         self.store, self.compute, self.costs = store, compute, costs
-        self.outside = Outside(store, costs, budget, headroom)
-        if headroom:
-            compute.headroom = headroom
+        self.outside = Outside(store, costs, headroom or compute.headroom)
+        compute.headroom = self.outside.headroom
         self.device, self.transport, self.explain = device, transport, explain
         self.whole_names = False  # values of different microbatches look different
         self.record, self.awaited = Record(device, store.backend.used_bytes), Awaited(device)

@@ -1,12 +1,17 @@
-"""A budget in bytes -> page-aligned regions that torch, the disk and the operating system use without a copy."""
+"""A budget in bytes -> page-aligned regions that torch, the disk and the operating system use without a copy.
+
+Pages come from the operating system zeroed, which costs about half a disk read. So what a freed region held goes into
+the next ones, whatever their sizes: the pages are moved to where they are wanted, not the bytes.
+"""
 
 import contextlib
 import ctypes
+import functools
 import math
 import mmap
 import threading
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from counterpoint.core.errors import BudgetError
 from counterpoint.core.units import format_bytes
@@ -17,6 +22,8 @@ if TYPE_CHECKING:
 PAGE_BYTES = mmap.PAGESIZE
 _PRIVATE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS  # Python's default, MAP_SHARED, gets no huge pages
 _MADV_POPULATE_WRITE = 23
+_MOVE = 1 | 2 | 4  # MREMAP_MAYMOVE, MREMAP_FIXED and MREMAP_DONTUNMAP
+UNIT_BYTES = 2 << 20  # a huge page, which a move of less would split
 
 
 def round_to_pages(num_bytes: int) -> int:
@@ -70,6 +77,11 @@ class Region:
         storage = torch.frombuffer(view, dtype=torch.uint8).untyped_storage()
         return torch.empty(0, dtype=dtype).set_(storage, 0, shape)  # type: ignore[call-overload,no-any-return]
 
+    @property
+    def is_viewed(self) -> bool:
+        """Whether a tensor, a view or a transfer of it lives."""
+        return not self.resize(self.num_bytes)
+
     def populate(self) -> None:
         """Fault all pages in at once, so that the first use does not pay for them."""
         with contextlib.suppress(OSError):
@@ -85,6 +97,23 @@ class Region:
         self._advise()
         return True
 
+    def give(self, other: "Region", offset_bytes: int, num_bytes: int) -> int:
+        """Move whole units of memory from the end of this region into another, from there on; the bytes moved.
+
+        Nothing moves while a view of this region lives, or where the system does not know how. What is left here is
+        shorter by the bytes moved and the part of a unit behind them.
+        """
+        end = self.num_bytes // UNIT_BYTES * UNIT_BYTES
+        size = min(end, num_bytes // UNIT_BYTES * UNIT_BYTES)
+        if not size or self.is_viewed or not _moved(self.address + end - size, other.address + offset_bytes, size):
+            return 0
+        if end > size:
+            self.resize(end - size)
+        else:
+            self.close()
+            self.num_bytes = 0
+        return size
+
     def close(self) -> bool:
         """Unmap; False if a view of it lives."""
         try:
@@ -92,6 +121,30 @@ class Region:
         except BufferError:
             return False
         return True
+
+
+def _moved(address: int, target: int, num_bytes: int) -> bool:
+    """Let the pages at an address appear at another, instead of what is mapped there; whether the system did.
+
+    Where it does not move at once what came from several places, it moves unit by unit.
+    """
+    call = _mremap()
+
+    def move(offset: int, size: int) -> bool:
+        return bool(call(address + offset, size, size, _MOVE, target + offset) == target + offset)
+
+    return call is not None and (
+        move(0, num_bytes) or all(move(offset, UNIT_BYTES) for offset in range(0, num_bytes, UNIT_BYTES))
+    )
+
+
+@functools.cache
+def _mremap() -> Any:
+    call = getattr(ctypes.CDLL(None), "mremap", None)
+    if call is not None:
+        call.restype = ctypes.c_void_p
+        call.argtypes = (ctypes.c_void_p, ctypes.c_size_t, ctypes.c_size_t, ctypes.c_int, ctypes.c_void_p)
+    return call
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,15 +161,12 @@ class PoolStatistics:
 class Pool:
     """Regions under a budget: the device memory of a machine without an accelerator.
 
-    A freed region is kept for the next request of its size. When a request of another size would pass the budget,
-    the largest free region is remapped to that size and others are unmapped, longest free first: pages that are
-    already faulted in are worth keeping, a fault and its zeroing cost about half a disk read. `shrink` lowers what may
-    be mapped for the sake of free regions; regions in use count against the budget only.
+    A freed region is kept for the next request of its size, or as pages for others. When a request would pass the
+    budget, free regions are unmapped, longest free first.
     """
 
     def __init__(self, budget_bytes: int) -> None:
         self.budget_bytes = budget_bytes
-        self._wanted_bytes = budget_bytes
         self._lock = threading.Lock()
         self._in_use: dict[int, Region] = {}
         self._free: list[Region] = []
@@ -129,11 +179,7 @@ class Pool:
         """A region of `num_bytes` in whole pages; its contents are whatever its last user left."""
         size = round_to_pages(num_bytes)
         with self._lock:
-            region = self._reuse(size)
-            for limit in (self._wanted_bytes, self.budget_bytes):
-                region = region or self._map(size, limit) or self._remap(size, limit)
-            if region is None:
-                raise BudgetError(self._refusal(size))
+            region = self._reuse(size) or self._build(size)
             self._in_use[id(region)] = region
             self._in_use_bytes += size
             self._peak_in_use_bytes = max(self._peak_in_use_bytes, self._in_use_bytes)
@@ -146,21 +192,16 @@ class Pool:
                 raise ValueError(f"this region of {region.num_bytes} bytes is not in use in this pool")
             self._in_use_bytes -= region.num_bytes
             self._free.append(region)
-            self._unmap_beyond(self._wanted_bytes)
 
     def trim(self) -> int:
         """Unmap every free region that no tensor views; the number of bytes given back."""
         with self._lock:
             return self._unmap_beyond(0)
 
-    def shrink(self, mapped_bytes: int) -> int:
-        """Unmap free regions, longest free first, until no more than so much is mapped; the bytes given back.
-
-        From now on no free region is kept beyond that.
-        """
+    def release(self, num_bytes: int) -> int:
+        """Unmap free regions, longest free first, of so many bytes; the bytes given back."""
         with self._lock:
-            self._wanted_bytes = min(mapped_bytes, self.budget_bytes)
-            return self._unmap_beyond(mapped_bytes)
+            return self._unmap_beyond(self._mapped_bytes - num_bytes)
 
     def statistics(self) -> PoolStatistics:
         with self._lock:
@@ -176,12 +217,17 @@ class Pool:
     def mapped_bytes(self) -> int:
         return self._mapped_bytes
 
+    @property
+    def free_bytes(self) -> int:
+        """What is mapped and not in use."""
+        return self._mapped_bytes - self._in_use_bytes
+
     def _unmap_beyond(self, mapped_bytes: int) -> int:
         before = self._mapped_bytes
         for region in tuple(self._free):
             if self._mapped_bytes <= mapped_bytes:
                 break
-            self._unmap(region)
+            self._unmap(region, self._mapped_bytes - mapped_bytes)
         return before - self._mapped_bytes
 
     def _reuse(self, size: int) -> Region | None:
@@ -190,50 +236,44 @@ class Pool:
                 return self._free.pop(index)
         return None
 
-    def _map(self, size: int, limit: int) -> Region | None:
-        if self._mapped_bytes + size > limit:
-            return None
-        region = Region(size)
+    def _build(self, size: int) -> Region:
+        """A region of free pages as far as they go, those that are free for longest first, and of new ones."""
+        self._refuse_beyond_budget(size)
+        region, filled = Region(size), 0
+        for source in tuple(self._free):
+            before = source.num_bytes
+            filled += source.give(region, filled, size - filled)
+            self._count(source.num_bytes - before)
+            if not source.num_bytes:
+                self._free.remove(source)
+        self._unmap_beyond(self.budget_bytes - size)
         self._count(size)
         return region
 
-    def _remap(self, size: int, limit: int) -> Region | None:
-        """Turn a free region into one of `size`, after unmapping others as far as the limit asks."""
-        for region in sorted(self._free, key=lambda region: region.num_bytes, reverse=True):
-            if region not in self._free:  # unmapped for the sake of a larger one that a tensor still views
-                continue
-            growth = size - region.num_bytes
-            self._unmap_others(region, self._mapped_bytes + growth - limit)
-            if self._mapped_bytes + growth <= limit and region.resize(size):
-                self._free.remove(region)
-                self._count(growth)
-                return region
-        return self._map(size, limit)
-
-    def _unmap_others(self, kept: Region, excess_bytes: int) -> None:
-        for region in tuple(self._free):
-            if excess_bytes <= 0:
-                return
-            if region is not kept:
-                excess_bytes -= self._unmap(region)
-
-    def _unmap(self, region: Region) -> int:
-        if not region.close():
-            return 0
-        self._free.remove(region)
-        self._count(-region.num_bytes)
-        return region.num_bytes
+    def _unmap(self, region: Region, num_bytes: int) -> None:
+        """So many bytes of a region, in whole units, or all of it."""
+        before = region.num_bytes
+        left = (before - num_bytes) // UNIT_BYTES * UNIT_BYTES
+        if left > 0:
+            region.resize(left)
+        elif region.close():
+            region.num_bytes = 0
+            self._free.remove(region)
+        self._count(region.num_bytes - before)
 
     def _count(self, growth_bytes: int) -> None:
         self._mapped_bytes += growth_bytes
         self._peak_mapped_bytes = max(self._peak_mapped_bytes, self._mapped_bytes)
 
-    def _refusal(self, size: int) -> str:
-        viewed = sum(region.num_bytes for region in self._free)
+    def _refuse_beyond_budget(self, size: int) -> None:
+        viewed = sum(region.num_bytes for region in self._free if region.is_viewed)
+        enough = self._in_use_bytes + viewed + size
+        if enough <= self.budget_bytes:
+            return
         text = (
             f"no room for {format_bytes(size)}: {format_bytes(self._in_use_bytes)} in use"
             f" of a budget of {format_bytes(self.budget_bytes)}"
         )
         if viewed:
             text += f", and {format_bytes(viewed)} are free but still viewed by tensors"
-        return text + f"; a budget of {format_bytes(self._in_use_bytes + viewed + size)} would do"
+        raise BudgetError(f"{text}; a budget of {format_bytes(enough)} would do")

@@ -4,10 +4,7 @@ import contextlib
 import ctypes
 import os
 import sys
-from collections.abc import Callable
 from pathlib import Path
-
-from counterpoint.core.task import Task
 
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 _UNLIMITED = 1 << 62  # cgroup v1 writes "no limit" as the largest whole number of pages
@@ -126,53 +123,6 @@ def trim() -> bool:
         return False
     libc.malloc_trim(ctypes.c_size_t(0))
     return True
-
-
-class Headroom:
-    """Keeps the process below a limit: the heap's free pages go back when what comes next would pass it.
-
-    What a computation allocates comes from free pages as far as they go, except tensors that are too large for the
-    heap. `expected_bytes` is what the process will occupy when the computation under way has allocated all it needs;
-    loads beside it leave room for that. Where its large tensors would not fit beside as much that was freed, it is
-    `tight` and must be relieved not only between layers but before each operation.
-    """
-
-    def __init__(self, base_bytes: int, budget_bytes: int, workspace_bytes: Callable[[Task], int]) -> None:
-        """`base_bytes` is what the process itself takes beside the budget, `workspace_bytes` what a task does."""
-        self.base_bytes, self.limit_bytes = base_bytes, base_bytes + budget_bytes
-        self.workspace_bytes = workspace_bytes
-        self.expected_bytes = self._coming_bytes = 0
-
-    @classmethod
-    def without_limit(cls) -> "Headroom":
-        return cls(0, _UNLIMITED, lambda task: 0)
-
-    def compute(self, num_bytes: int, fresh_bytes: int, held_bytes: int) -> None:
-        """A computation begins that needs so many bytes, some of them fresh, beside so many of the budget."""
-        resident = resident_bytes()
-        free = max(0, resident - self.base_bytes - held_bytes)
-        small = num_bytes - fresh_bytes
-        growth = fresh_bytes + max(small - free, small // 2)  # free pages do not always lie where they fit
-        if resident + growth > self.limit_bytes:
-            trim()
-            resident, growth = resident_bytes(), num_bytes
-        self.expected_bytes = resident + growth
-        self._coming_bytes = fresh_bytes if self.expected_bytes + fresh_bytes > self.limit_bytes else 0
-
-    @property
-    def tight(self) -> bool:
-        return self._coming_bytes > 0
-
-    def relieve(self) -> None:
-        """Within a computation: free pages that lie in the way of what may come go back."""
-        if resident_bytes() + self._coming_bytes > self.limit_bytes:
-            trim()
-
-    def load(self, num_bytes: int) -> None:
-        """So many bytes are about to come, beside a computation."""
-        if max(resident_bytes(), self.expected_bytes) + num_bytes > self.limit_bytes:
-            trim()
-        self.expected_bytes += num_bytes
 
 
 def _glibc() -> ctypes.CDLL | None:

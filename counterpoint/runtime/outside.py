@@ -1,43 +1,40 @@
-"""What is about to come into memory -> free regions and free pages given back in time, so that the budget holds."""
+"""A task -> what it is about to bring into memory, within the pool and outside, for which there must be headroom."""
 
 from counterpoint.core.costs import Costs
 from counterpoint.core.program import writes
 from counterpoint.core.task import Backward, Buffer, Forward, activation
-from counterpoint.runtime.memory_process import HEAP_BYTES, Headroom
+from counterpoint.runtime.headroom import Headroom
+from counterpoint.runtime.memory_process import HEAP_BYTES
 from counterpoint.runtime.store import FLAT_KINDS, Store
 
 _WIDENING = 4  # of a transformer's block, inside
 
 
 class Outside:
-    """Device memory outside the pool, where torch makes values: the pool shrinks by as much as lies there."""
+    """Device memory outside the pool, where torch makes values."""
 
-    def __init__(self, store: Store, costs: Costs, budget: int, headroom: Headroom | None) -> None:
-        self.store, self.costs, self.budget, self.headroom = store, costs, budget, headroom
+    def __init__(self, store: Store, costs: Costs, headroom: Headroom) -> None:
+        self.store, self.costs, self.headroom = store, costs, headroom
         self.buffers: dict[Buffer, int] = {}
 
     def before_computation(self, task: Forward | Backward) -> None:
-        """Unmap free regions where torch is about to allocate outside the pool."""
-        born = 0
+        outside, born, made = sum(self.buffers.values()), 0, 0
         for buffer in writes(task, self.store.frame.outline):
-            if buffer.kind not in FLAT_KINDS and buffer not in self.store.values:
+            if buffer.kind in FLAT_KINDS:
+                made += 0 if buffer in self.store.regions else self.costs.buffer_bytes(buffer)
+            elif buffer not in self.store.values:
                 self.buffers[buffer] = self.costs.buffer_bytes(buffer)
                 born += self.buffers[buffer]
-        workspace = self.costs.workspace_bytes(task)
-        self.store.pool.shrink(max(0, self.budget - sum(self.buffers.values()) - workspace))
-        if self.headroom:
-            outside = sum(self.buffers.values()) - born
-            needed = born + self.headroom.workspace_bytes(task)
-            self.headroom.compute(needed, self._fresh_bytes(task, needed), self.store.pool.mapped_bytes + outside)
+        needed = born + self.headroom.workspace_bytes(task)
+        self.headroom.compute(needed, self._fresh_bytes(task, needed), made, outside)
 
     def before_load(self, buffer: Buffer) -> None:
-        if self.headroom:
-            self.headroom.load(self.costs.buffer_bytes(buffer))
+        self.headroom.load(self.costs.buffer_bytes(buffer))
 
     def before_arrival(self, buffer: Buffer) -> None:
         """What comes from a peer lies outside the pool."""
         self.buffers[buffer] = self.costs.buffer_bytes(buffer)
-        self.before_load(buffer)
+        self.headroom.arrive(self.buffers[buffer])
 
     def dropped(self, buffer: Buffer) -> None:
         self.buffers.pop(buffer, None)

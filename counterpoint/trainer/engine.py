@@ -25,11 +25,12 @@ from counterpoint.runtime.compute import Compute, Step
 from counterpoint.runtime.discard import discard
 from counterpoint.runtime.disk import Disk
 from counterpoint.runtime.executor import Executor
+from counterpoint.runtime.headroom import Headroom
 from counterpoint.runtime.home import home_sizes, unused_sizes
 from counterpoint.runtime.home_update import STAGING_BYTES as HOME_STAGING_BYTES
 from counterpoint.runtime.home_update import HomeUpdate
 from counterpoint.runtime.losses import LossExchange
-from counterpoint.runtime.memory_process import Headroom, resident_bytes, trim
+from counterpoint.runtime.memory_process import resident_bytes, trim
 from counterpoint.runtime.peers import Peers
 from counterpoint.runtime.store import STAGING_BYTES, Store
 from counterpoint.runtime.transport import SLICE_BYTES, Transport
@@ -128,18 +129,18 @@ class Engine:
         if self.plan.host_layers:
             self.compute.updates.home = HomeUpdate(self.store, parts.rule)
         costs = Costs(self.chosen.profile, self.plan)
-        headroom = Headroom(self.base_bytes, budget, Costs(self.profile, self.plan).workspace_bytes)
+        headroom = Headroom(pool, self.base_bytes, budget, Costs(self.profile, self.plan).workspace_bytes)
         let_be(self.chosen.freed)
         self.transport: Transport | None = None
         self.losses: LossExchange | None = None
         self.shared_buffers: BufferExchange | None = None
         if self.peers is None:
-            self.executor = Executor(self.store, self.compute, costs, budget, headroom)
+            self.executor = Executor(self.store, self.compute, costs, headroom)
         else:
             self.transport = Transport(self.device, self.peers.count)
             lanes, explain = self.duties.lanes[self.device], self.peers.explained
             self.executor = Executor(
-                self.store, self.compute, costs, budget, headroom, self.device, lanes, self.transport, explain
+                self.store, self.compute, costs, headroom, self.device, lanes, self.transport, explain
             )
             self.peers.on_failure = self.executor.lose
             devices = (self.executor, self.transport, self.compute, self.duties)

@@ -183,7 +183,7 @@ def train(problem: Problem, setting: Setting, folder: Path) -> Trained:
             frame, store, rule, buffers, plan.num_microbatches, setting.seed, problem.autocast, problem.max_grad_norm
         )
         compute.updates.home = HomeUpdate(store, rule) if plan.host_layers else None
-        losses, moved = _run(program, Executor(store, compute, costs, max(program.budgets)), problem, setting, schedule)
+        losses, moved = _run(program, Executor(store, compute, costs), problem, setting, schedule)
         return Trained(_outcome(store, rule, buffers, losses), program, costs, store, moved)
 
 

@@ -1,0 +1,73 @@
+"""What is about to come into memory -> free pages given back in time, so that the process stays below its limit.
+
+Pages wait in two places: freed regions in the pool, freed tensors in the heap. Neither gives any back before the
+process as it is, and what it is about to allocate, would pass the limit together: getting a page anew costs far more.
+"""
+
+from collections.abc import Callable
+
+from counterpoint.core.task import Task
+from counterpoint.runtime.memory import Pool
+from counterpoint.runtime.memory_process import resident_bytes, trim
+
+_UNLIMITED = 1 << 62
+
+
+class Headroom:
+    """Keeps the process below a limit.
+
+    What a computation allocates comes from the heap's free pages as far as they go, except tensors that are too large
+    for the heap. `expected_bytes` is what the process will occupy when the computation under way has allocated all it
+    needs; loads beside it leave room for that. Where its large tensors would not fit beside as much that was freed, it
+    is `tight` and must be relieved not only between layers but before each operation.
+    """
+
+    def __init__(self, pool: Pool, base_bytes: int, budget_bytes: int, workspace_bytes: Callable[[Task], int]) -> None:
+        """`base_bytes` is what the process itself takes beside the budget, `workspace_bytes` what a task does."""
+        self.pool, self.workspace_bytes = pool, workspace_bytes
+        self.base_bytes, self.limit_bytes = base_bytes, base_bytes + budget_bytes
+        self.expected_bytes = self._coming_bytes = 0
+
+    @classmethod
+    def without_limit(cls) -> "Headroom":
+        return cls(Pool(0), 0, _UNLIMITED, lambda task: 0)
+
+    def compute(self, num_bytes: int, fresh_bytes: int, made_bytes: int, outside_bytes: int) -> None:
+        """A computation begins that needs so many bytes of tensors, some of them fresh, and so many of regions.
+
+        `outside_bytes` are those of tensors that live.
+        """
+        resident = resident_bytes()
+        waiting = max(0, resident - self.base_bytes - self.pool.mapped_bytes - outside_bytes)
+        small = num_bytes - fresh_bytes
+        tensors = fresh_bytes + max(small - waiting, small // 2)  # free pages do not always lie where they fit
+        regions = max(0, made_bytes - self.pool.free_bytes)
+        if self._give_back(resident + tensors + regions - self.limit_bytes, made_bytes):
+            resident, tensors = resident_bytes(), num_bytes
+        self.expected_bytes = resident + tensors + regions
+        self._coming_bytes = fresh_bytes if self.expected_bytes + fresh_bytes > self.limit_bytes else 0
+
+    @property
+    def tight(self) -> bool:
+        return self._coming_bytes > 0
+
+    def relieve(self) -> None:
+        """Within a computation: free pages that lie in the way of what may come go back."""
+        self._give_back(resident_bytes() + self._coming_bytes - self.limit_bytes)
+
+    def load(self, num_bytes: int) -> None:
+        """A region of so many bytes is about to be taken, beside a computation."""
+        self.arrive(max(0, num_bytes - self.pool.free_bytes))
+
+    def arrive(self, num_bytes: int) -> None:
+        """So many bytes are about to come, beside a computation."""
+        self._give_back(max(resident_bytes(), self.expected_bytes) + num_bytes - self.limit_bytes)
+        self.expected_bytes += num_bytes
+
+    def _give_back(self, num_bytes: int, kept_bytes: int = 0) -> bool:
+        """Free regions first, except so many bytes of them; whether the heap's free pages had to go too."""
+        if num_bytes <= 0:
+            return False
+        if self.pool.release(min(num_bytes, self.pool.free_bytes - kept_bytes)) >= num_bytes:
+            return False
+        return trim()
