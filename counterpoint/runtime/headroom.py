@@ -26,7 +26,7 @@ class Headroom:
         """`base_bytes` is what the process itself takes beside the budget, `workspace_bytes` what a task does."""
         self.pool, self.workspace_bytes = pool, workspace_bytes
         self.base_bytes, self.limit_bytes = base_bytes, base_bytes + budget_bytes
-        self.expected_bytes = self._coming_bytes = 0
+        self.expected_bytes = self._needed_bytes = self._coming_bytes = self._made_bytes = 0
 
     @classmethod
     def without_limit(cls) -> "Headroom":
@@ -45,6 +45,7 @@ class Headroom:
         if self._give_back(resident + tensors + regions - self.limit_bytes, made_bytes):
             resident, tensors = resident_bytes(), num_bytes
         self.expected_bytes = resident + tensors + regions
+        self._needed_bytes, self._made_bytes = num_bytes + regions, made_bytes
         self._coming_bytes = fresh_bytes if self.expected_bytes + fresh_bytes > self.limit_bytes else 0
 
     @property
@@ -57,17 +58,20 @@ class Headroom:
 
     def load(self, num_bytes: int) -> None:
         """A region of so many bytes is about to be taken, beside a computation."""
-        self.arrive(max(0, num_bytes - self.pool.free_bytes))
+        free = max(0, self.pool.free_bytes - self._made_bytes)
+        self.arrive(max(0, num_bytes - free), self._made_bytes + num_bytes)
 
-    def arrive(self, num_bytes: int) -> None:
-        """So many bytes are about to come, beside a computation."""
-        self._give_back(max(resident_bytes(), self.expected_bytes) + num_bytes - self.limit_bytes)
+    def arrive(self, num_bytes: int, kept_bytes: int = 0) -> None:
+        """So many bytes are about to come, beside a computation and so many free ones of regions."""
+        if self._give_back(max(resident_bytes(), self.expected_bytes) + num_bytes - self.limit_bytes, kept_bytes):
+            self.expected_bytes = min(self.expected_bytes, resident_bytes() + self._needed_bytes)
         self.expected_bytes += num_bytes
 
     def _give_back(self, num_bytes: int, kept_bytes: int = 0) -> bool:
         """Free regions first, except so many bytes of them; whether the heap's free pages had to go too."""
         if num_bytes <= 0:
             return False
-        if self.pool.release(min(num_bytes, self.pool.free_bytes - kept_bytes)) >= num_bytes:
+        released = self.pool.release(max(0, min(num_bytes, self.pool.free_bytes - kept_bytes)))
+        if released >= num_bytes:
             return False
         return trim()

@@ -37,7 +37,7 @@ from counterpoint.runtime.transport import SLICE_BYTES, Transport
 from counterpoint.runtime.updates import bad_loss
 from counterpoint.trainer.agreement import agree, decide_together, share_buffers, shared
 from counterpoint.trainer.chosen_plan import ChosenPlan
-from counterpoint.trainer.decision import decide, kept_by_allocator, usable_bytes
+from counterpoint.trainer.decision import decide, kept_by_allocator, margin_bytes, usable_bytes
 from counterpoint.trainer.evaluation import Evaluator
 from counterpoint.trainer.freed_memory import let_be
 from counterpoint.trainer.initial_weights import blank_buffers, repeat
@@ -129,7 +129,8 @@ class Engine:
         if self.plan.host_layers:
             self.compute.updates.home = HomeUpdate(self.store, parts.rule)
         costs = Costs(self.chosen.profile, self.plan)
-        headroom = Headroom(pool, self.base_bytes, budget, Costs(self.profile, self.plan).workspace_bytes)
+        pages = budget + margin_bytes(wishes.memory_bytes) // 2  # the other half is for what goes past it unforeseen
+        headroom = Headroom(pool, self.base_bytes, pages, Costs(self.profile, self.plan).workspace_bytes)
         let_be(self.chosen.freed)
         self.transport: Transport | None = None
         self.losses: LossExchange | None = None
