@@ -3,6 +3,7 @@
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from statistics import median
 
 import torch
 from torch import Tensor
@@ -15,6 +16,8 @@ from counterpoint.runtime.frame import Flat, Frame
 from counterpoint.runtime.gradients import discarding
 from counterpoint.runtime.memory_process import trim
 from counterpoint.runtime.optimizer import SLICE_ELEMENTS, UpdateRule
+
+_MOST_TIMES, _ENOUGH_SECONDS = 5, 0.4  # a layer is run so often, or so long
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,7 +119,7 @@ def _layer_cost(
 
 
 def _measure(chain: Chain, layer: Layer, size: int, autocast: torch.dtype | None) -> _Sample:
-    """Run a layer three times: to meter memory, and on the clock with pages that must be found anew and with others."""
+    """Run a layer to meter memory, then on the clock, with pages that must be found anew and with others."""
     parameters = {
         name: _stand_in(chain.parameters[name].shape, chain.parameters[name].dtype)
         for name in (*layer.parameters, *layer.tied)
@@ -125,11 +128,10 @@ def _measure(chain: Chain, layer: Layer, size: int, autocast: torch.dtype | None
     inputs = [_stand_in(chain.values[i].shape_at(size), chain.values[i].dtype) for i in layer.inputs]
     runner = _Runner(chain, layer, parameters, buffers, inputs, autocast)
     forward_peak, saved, backward_peak = runner.meter()
-    trim()
-    times = [runner.clock() for _ in range(2)]
+    times = runner.times()
     return _Sample(
-        sum(forward for forward, _ in times) // len(times),
-        sum(backward for _, backward in times) // len(times),
+        int(median(forward for forward, _ in times)),
+        int(median(backward for _, backward in times)),
         saved,
         forward_peak,
         backward_peak,
@@ -149,6 +151,16 @@ class _Runner:
         self.chain, self.layer, self.autocast = chain, layer, autocast
         self.buffers, self.inputs = buffers, inputs
         self.parameters = {n: t.requires_grad_(chain.parameters[n].requires_grad) for n, t in parameters.items()}
+
+    def times(self) -> list[tuple[int, int]]:
+        """Of forward and backward, each the mean of a run with new pages and one without; several of short ones."""
+        found: list[tuple[int, int]] = []
+        begin = time.monotonic()
+        while len(found) < _MOST_TIMES and (not found or time.monotonic() - begin < _ENOUGH_SECONDS):
+            trim()
+            (forward, backward), (forward_again, backward_again) = self.clock(), self.clock()
+            found.append(((forward + forward_again) // 2, (backward + backward_again) // 2))
+        return found
 
     def clock(self) -> tuple[int, int]:
         begin = time.monotonic_ns()

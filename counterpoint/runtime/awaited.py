@@ -2,6 +2,7 @@
 
 from counterpoint.core.notation import dump_task
 from counterpoint.core.task import AllReduce, Clip, Receive, Send, Task
+from counterpoint.runtime.transport import PeerGone
 
 
 class Awaited:
@@ -26,10 +27,12 @@ class Awaited:
 
     def gone(self, task: Task | None, error: BaseException) -> str:
         """That the peer of a task, or of the question if there is none, is gone."""
-        match task:
-            case Send(_, peer) | Receive(_, peer):
+        match error, task:
+            case PeerGone(peer=peer), _:
                 who = f"device {peer}"
-            case AllReduce(peers=peers) | Clip(peers=peers):
+            case _, (Send(_, peer) | Receive(_, peer)):
+                who = f"device {peer}"
+            case _, (AllReduce(peers=peers) | Clip(peers=peers)):
                 who = f"one of devices {', '.join(map(str, peers))}"
             case _:
                 who = f"device {self.asked}"

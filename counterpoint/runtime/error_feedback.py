@@ -26,7 +26,7 @@ class ErrorFeedback(Optimizer):
     left as it is.
     """
 
-    def __init__(self, optimizer: Optimizer, strength: float = 0.5) -> None:
+    def __init__(self, optimizer: Optimizer, strength: float = 1.0) -> None:
         if not 0 <= strength < float("inf"):
             raise ValueError(f"the strength of error feedback must be 0 or more, not {strength}")
         self.optimizer = optimizer

@@ -42,7 +42,7 @@ from counterpoint.runtime.lanes import Job, Lanes
 from counterpoint.runtime.outside import Outside
 from counterpoint.runtime.record import Record
 from counterpoint.runtime.store import Store
-from counterpoint.runtime.transport import Transport
+from counterpoint.runtime.transport import PeerGone, Transport
 
 LANES = ("load", "evict", "drop", "host")
 ASIDE = "aside"
@@ -214,6 +214,7 @@ class Executor:
         if self.error is not None:
             return
         waits = job.lane == ASIDE or isinstance(job.task, Send | Receive | AllReduce | Clip)
+        waits |= isinstance(error, PeerGone)
         if self.transport is not None and waits and isinstance(error, RuntimeError):
             self.lose(self.explain(self.awaited.gone(job.task, error)))
         else:

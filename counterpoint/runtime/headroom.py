@@ -22,10 +22,10 @@ class Headroom:
     is `tight` and must be relieved not only between layers but before each operation.
     """
 
-    def __init__(self, pool: Pool, base_bytes: int, budget_bytes: int, workspace_bytes: Callable[[Task], int]) -> None:
-        """`base_bytes` is what the process itself takes beside the budget, `workspace_bytes` what a task does."""
+    def __init__(self, pool: Pool, base_bytes: int, limit_bytes: int, workspace_bytes: Callable[[Task], int]) -> None:
+        """`base_bytes` is what the process takes beside its tensors and regions, `workspace_bytes` what a task does."""
         self.pool, self.workspace_bytes = pool, workspace_bytes
-        self.base_bytes, self.limit_bytes = base_bytes, base_bytes + budget_bytes
+        self.base_bytes, self.limit_bytes = base_bytes, limit_bytes
         self.expected_bytes = self._needed_bytes = self._coming_bytes = self._made_bytes = 0
 
     @classmethod

@@ -5,8 +5,9 @@ value looks like is said once, before its first message. Sums are made in the or
 slice of them, and handed out as they are: every device has the same bits.
 """
 
+import contextlib
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 import torch.distributed as dist
@@ -39,6 +40,14 @@ class Counters:
             self.reduced_bytes += reduced
 
 
+class PeerGone(RuntimeError):
+    """A peer does not take what is handed out to it."""
+
+    def __init__(self, peer: int, text: str) -> None:
+        super().__init__(text)
+        self.peer = peer
+
+
 class Transport:
     """Messages of one device. Each method may block; lanes call them, never two of one lane and peer at once."""
 
@@ -48,7 +57,7 @@ class Transport:
         self._sent: dict[tuple[int, object], Form | None] = {}
         self._known: dict[tuple[int, object], Form | None] = {}
         self._scratch: list[Tensor] = []
-        self._pending: list[tuple[Tensor, list[dist.Work]]] = []
+        self._pending: list[tuple[Tensor, dict[int, dist.Work]]] = []
 
     def forget_forms(self) -> None:
         """Values may look different from here on; on all devices at once."""
@@ -157,9 +166,14 @@ class Transport:
 
     def _spread(self, message: Tensor, peers: Sequence[int], tag: int) -> None:
         if len(self._pending) > _KEPT:  # what was sent has long arrived when so much more has been
-            for work in self._pending.pop(0)[1]:
-                work.wait()
-        self._pending.append((message, [_isend(message, peer, tag) for peer in peers]))
+            for peer, work in self._pending.pop(0)[1].items():
+                with _naming(peer):
+                    work.wait()
+        sent: dict[int, dist.Work] = {}
+        for peer in peers:
+            with _naming(peer):
+                sent[peer] = _isend(message, peer, tag)
+        self._pending.append((message, sent))
 
     def hear_losses(self, count: int, peer: int) -> Tensor:
         """The next step's losses of a peer that computes `count` of them."""
@@ -178,6 +192,14 @@ def _exchange(out: Sequence[tuple[Tensor, int]], into: Sequence[tuple[Tensor, in
 
 def _send(tensor: Tensor, peer: int, tag: int) -> None:
     _isend(tensor, peer, tag).wait()
+
+
+@contextlib.contextmanager
+def _naming(peer: int) -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:
+        raise PeerGone(peer, str(error)) from error
 
 
 def _isend(tensor: Tensor, peer: int, tag: int) -> dist.Work:

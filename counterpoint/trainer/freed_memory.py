@@ -12,7 +12,7 @@ from counterpoint.core.errors import BudgetError
 from counterpoint.core.machine import Machine
 from counterpoint.core.plan import Plan
 from counterpoint.core.profile import Curve, LayerCost, Profile
-from counterpoint.core.program import Program
+from counterpoint.core.program import DeviceProgram, Program
 from counterpoint.core.task import Backward, Forward
 from counterpoint.core.timeline import Timeline
 from counterpoint.passes.residency import task_needs
@@ -49,12 +49,18 @@ def beside_freed(
     return (roomier, placed, simulated, "wait") if worth else as_it_is
 
 
+def waiting_bytes(profile: Profile, plan: Plan, part: DeviceProgram) -> int:
+    """What of a device's freed tensors may wait beside a plan that was not placed with room for them."""
+    costs = Costs(profile, plan)
+    return max((costs.workspace_bytes(task) for task in part.body), default=0) * 3 // 2
+
+
 def _has_plenty(profile: Profile, machine: Machine, plan: Plan, program: Program, timeline: Timeline) -> bool:
-    """Whether every device has room for its peak, and once and a half more for its largest computation."""
-    costs, peaks = Costs(profile, plan), timeline.peak_bytes()
+    """Whether every device has room for its peak and for all its freed tensors."""
+    peaks = timeline.peak_bytes()
     for index, part in enumerate(program.devices):
-        largest = max((costs.workspace_bytes(task) for task in part.body), default=0)
-        if peaks.get(f"device {index}", 0) + largest * 3 // 2 > machine.devices[index].capacity_bytes:
+        peak = peaks.get(f"device {index}", 0) + waiting_bytes(profile, plan, part)
+        if peak > machine.devices[index].capacity_bytes:
             return False
     return True
 
