@@ -195,7 +195,7 @@ def main() -> int:
     parser.add_argument("-m", type=int, default=4, help="microbatches of a step")
     parser.add_argument("--learning-rates", type=float, nargs="+", default=[1e-3, 3e-3])
     parser.add_argument("--flush-steps", type=int, default=50, help="first steps by Flush, where there are some")
-    parser.add_argument("--error-feedback", type=float, default=0.5, help="its strength, where there is some")
+    parser.add_argument("--error-feedback", type=float, default=1.0, help="its strength, where there is some")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--folder", default=".", help="where loss_curves.csv and loss_curves.svg go")
     parser.add_argument("--worker", default="", help=argparse.SUPPRESS)
