@@ -17,7 +17,7 @@ from counterpoint.runtime.gradients import discarding
 from counterpoint.runtime.memory_process import trim
 from counterpoint.runtime.optimizer import SLICE_ELEMENTS, UpdateRule
 
-_MOST_TIMES, _ENOUGH_SECONDS = 5, 0.4  # a layer is run so often, or so long
+_MOST_TIMES, _ENOUGH_SECONDS = 3, 0.3  # a layer is run so often, or so long
 
 
 @dataclass(frozen=True, slots=True)

@@ -37,7 +37,7 @@ from counterpoint.runtime.transport import SLICE_BYTES, Transport
 from counterpoint.runtime.updates import bad_loss
 from counterpoint.trainer.agreement import agree, decide_together, share_buffers, shared
 from counterpoint.trainer.chosen_plan import ChosenPlan
-from counterpoint.trainer.decision import decide, kept_by_allocator, usable_bytes
+from counterpoint.trainer.decision import decide, kept_by_allocator, margin_bytes, usable_bytes
 from counterpoint.trainer.evaluation import Evaluator
 from counterpoint.trainer.freed_memory import let_be, waiting_bytes
 from counterpoint.trainer.initial_weights import blank_buffers, repeat
@@ -111,9 +111,11 @@ class Engine:
     def _whole(self, memory_bytes: int) -> str:
         """The last line of the forecast: the budget is for the whole process, also what an allocator keeps."""
         live = self.base_bytes + self.forecast.tiers[self.device].peak_bytes
+        self.peak_bytes = min(memory_bytes, live + kept_by_allocator(live))
+        self.limit_bytes = memory_bytes - margin_bytes(memory_bytes) // 2  # that half is for what nobody foresees
         if self.chosen.freed == "stay":
             live += waiting_bytes(self.chosen.profile, self.chosen.plan, self.part)
-        self.peak_bytes = min(memory_bytes, live + kept_by_allocator(live))
+            self.peak_bytes = self.limit_bytes = min(self.limit_bytes, live + margin_bytes(live))
         sizes = f"{format_bytes(self.peak_bytes):>9} of {format_bytes(memory_bytes)}"
         spare = f", {format_bytes(memory_bytes - self.peak_bytes)} to spare" if self.peak_bytes < memory_bytes else ""
         return f"{'  whole process':<28}{sizes}: fits{spare}"
@@ -131,9 +133,8 @@ class Engine:
         if self.plan.host_layers:
             self.compute.updates.home = HomeUpdate(self.store, parts.rule)
         costs = Costs(self.chosen.profile, self.plan)
-        # Half of what an allocator may keep is for pages that wait, the other half for what nobody foresees.
-        limit = self.peak_bytes - kept_by_allocator(self.peak_bytes) // 2
-        headroom = Headroom(pool, self.base_bytes, limit, Costs(self.profile, self.plan).workspace_bytes)
+        workspace_bytes = Costs(self.profile, self.plan).workspace_bytes
+        headroom = Headroom(pool, self.base_bytes, self.limit_bytes, workspace_bytes)
         let_be(self.chosen.freed)
         self.transport: Transport | None = None
         self.losses: LossExchange | None = None
