@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from transformers.loss.loss_utils import ForCausalLMLoss
 
 from counterpoint.core.errors import ModelError
 from counterpoint.job.models import build_model, builtin_models, next_token_loss
@@ -106,7 +107,7 @@ def test_a_function_gives_a_model_and_the_loss_it_lacks() -> None:
 
 def test_the_loss_is_that_of_transformers() -> None:
     tokens, logits = torch.randint(0, 32, (2, 6)), torch.randn(2, 6, 32)
-    expected = transformers.loss.loss_utils.ForCausalLMLoss(logits, tokens, 32)
+    expected = ForCausalLMLoss(logits, tokens, 32)
     assert torch.equal(next_token_loss(logits, {"labels": tokens}), expected)
 
 
