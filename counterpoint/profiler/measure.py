@@ -7,17 +7,18 @@ from statistics import median
 
 import torch
 from torch import Tensor
+from torch.utils.hooks import RemovableHandle
 
 from counterpoint.core.profile import Curve, LayerCost, Profile, ValueCost
 from counterpoint.decomposer.chain import Chain, Layer
 from counterpoint.profiler.meter import Meter, storage_bytes
 from counterpoint.runtime.backend import CPU
 from counterpoint.runtime.frame import Flat, Frame
-from counterpoint.runtime.gradients import discarding
+from counterpoint.runtime.gradients import collect_into, discarding
 from counterpoint.runtime.memory_process import trim
 from counterpoint.runtime.optimizer import SLICE_ELEMENTS, UpdateRule
 
-_MOST_TIMES, _ENOUGH_SECONDS = 3, 0.3  # a layer is run so often, or so long
+_MOST_TIMES, _ENOUGH_NS = 3, 1_000_000_000  # a layer is run so often, or so long
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,10 +30,6 @@ class _Sample:
     saved_bytes: int
     forward_workspace_bytes: int
     backward_workspace_bytes: int
-
-    @property
-    def held_bytes(self) -> int:
-        return self.saved_bytes + max(self.forward_workspace_bytes, self.backward_workspace_bytes)
 
 
 def measured_sizes(profile: Profile) -> tuple[int, ...]:
@@ -76,20 +73,14 @@ def profile_of(
 def _samples(
     chain: Chain, sizes: Sequence[int], autocast: torch.dtype | None, limit_bytes: int | None
 ) -> dict[int, dict[str, _Sample]]:
-    """By size, smallest first, and signature."""
+    """By size, smallest first, and signature; of the sizes at which every layer was measured."""
     distinct = {layer.signature: layer for layer in chain.layers}
-    found: dict[int, dict[str, _Sample]] = {}
-    for size in sorted(sizes):
-        if found and limit_bytes is not None:
-            before = max(found)
-            largest = max(sample.held_bytes for sample in found[before].values())
-            if largest * size // before > limit_bytes:
-                break
-        found[size] = {}
-        for signature, layer in distinct.items():
-            found[size][signature] = _measure(chain, layer, size, autocast)
-            trim()
-    return found
+    common, found = sorted(sizes), {}
+    for signature, layer in distinct.items():
+        found[signature] = _Runner(chain, layer, autocast).samples(common, limit_bytes)
+        common = [size for size in common if size in found[signature]]
+        trim()
+    return {size: {signature: samples[size] for signature, samples in found.items()} for size in common}
 
 
 def _layer_cost(
@@ -118,65 +109,71 @@ def _layer_cost(
     )
 
 
-def _measure(chain: Chain, layer: Layer, size: int, autocast: torch.dtype | None) -> _Sample:
-    """Run a layer to meter memory, then on the clock, with pages that must be found anew and with others."""
-    parameters = {
-        name: _stand_in(chain.parameters[name].shape, chain.parameters[name].dtype)
-        for name in (*layer.parameters, *layer.tied)
-    }
-    buffers = {name: _stand_in(chain.buffers[name].shape, chain.buffers[name].dtype) for name in layer.buffers}
-    inputs = [_stand_in(chain.values[i].shape_at(size), chain.values[i].dtype) for i in layer.inputs]
-    runner = _Runner(chain, layer, parameters, buffers, inputs, autocast)
-    forward_peak, saved, backward_peak = runner.meter()
-    times = runner.times()
-    return _Sample(
-        int(median(forward for forward, _ in times)),
-        int(median(backward for _, backward in times)),
-        saved,
-        forward_peak,
-        backward_peak,
-    )
-
-
 class _Runner:
-    def __init__(
-        self,
-        chain: Chain,
-        layer: Layer,
-        parameters: dict[str, Tensor],
-        buffers: dict[str, Tensor],
-        inputs: list[Tensor],
-        autocast: torch.dtype | None,
-    ) -> None:
-        self.chain, self.layer, self.autocast = chain, layer, autocast
-        self.buffers, self.inputs = buffers, inputs
-        self.parameters = {n: t.requires_grad_(chain.parameters[n].requires_grad) for n, t in parameters.items()}
+    """Runs one layer as the executor does: gradients are copied to where they are kept, or added to what is there."""
 
-    def times(self) -> list[tuple[int, int]]:
-        """Of forward and backward, each the mean of a run with new pages and one without; several of short ones."""
-        found: list[tuple[int, int]] = []
-        begin = time.monotonic()
-        while len(found) < _MOST_TIMES and (not found or time.monotonic() - begin < _ENOUGH_SECONDS):
+    def __init__(self, chain: Chain, layer: Layer, autocast: torch.dtype | None) -> None:
+        self.chain, self.layer, self.autocast = chain, layer, autocast
+        self.parameters: dict[str, Tensor] = {}
+        self.targets: dict[str, Tensor] = {}
+        for name in (*layer.parameters, *layer.tied):
+            spec = chain.parameters[name]
+            self.parameters[name] = _stand_in(spec.shape, spec.dtype).requires_grad_(spec.requires_grad)
+        self.buffers = {name: _stand_in(chain.buffers[name].shape, chain.buffers[name].dtype) for name in layer.buffers}
+
+    def samples(self, sizes: Sequence[int], limit_bytes: int | None) -> dict[int, _Sample]:
+        """Memory and times by size, smallest first; larger ones only while they will probably fit."""
+        memory: dict[int, tuple[int, int, int]] = {}
+        for size in sizes:
+            if memory and limit_bytes is not None:
+                before = max(memory)
+                forward_peak, saved, backward_peak = memory[before]
+                if (saved + max(forward_peak, backward_peak)) * size // before > limit_bytes:
+                    break
+            memory[size] = self.meter(self._inputs(size))
             trim()
-            (forward, backward), (forward_again, backward_again) = self.clock(), self.clock()
-            found.append(((forward + forward_again) // 2, (backward + backward_again) // 2))
+        times = self._times(tuple(memory))
+        return {
+            size: _Sample(
+                int(median(forward for forward, _ in times[size])),
+                int(median(backward for _, backward in times[size])),
+                saved,
+                forward_peak,
+                backward_peak,
+            )
+            for size, (forward_peak, saved, backward_peak) in memory.items()
+        }
+
+    def _times(self, sizes: Sequence[int]) -> dict[int, list[tuple[int, int]]]:
+        """Of forward and backward; short ones several times, the sizes in turn so that a drift hits all alike."""
+        found: dict[int, list[tuple[int, int]]] = {size: [] for size in sizes}
+        spent = dict.fromkeys(sizes, 0)
+        self.targets = {n: torch.zeros_like(t) for n, t in self.parameters.items() if t.requires_grad}
+        for _ in range(_MOST_TIMES):
+            for size in sizes:
+                if spent[size] < _ENOUGH_NS:
+                    inputs = self._inputs(size)
+                    trim()
+                    runs = self.clock(inputs, set()), self.clock(inputs, set(self.targets))
+                    found[size].append((sum(f for f, _ in runs) // 2, sum(b for _, b in runs) // 2))
+                    spent[size] += sum(map(sum, runs))
         return found
 
-    def clock(self) -> tuple[int, int]:
+    def clock(self, inputs: list[Tensor], started: set[str]) -> tuple[int, int]:
         begin = time.monotonic_ns()
-        outputs = self._forward()
+        outputs = self._forward(inputs)
         middle = time.monotonic_ns()
-        self._backward(outputs)
+        self._backward(outputs, started)
         return middle - begin, time.monotonic_ns() - middle
 
-    def meter(self) -> tuple[int, int, int]:
+    def meter(self, inputs: list[Tensor]) -> tuple[int, int, int]:
         """Workspace of a forward, saved bytes, workspace of a backward; what tasks read and write is not workspace."""
         kept: list[Tensor] = []
         fixed = [*self.parameters.values(), *self.buffers.values()]
-        batch = [t for i, t in zip(self.layer.inputs, self.inputs, strict=True) if self.chain.values[i].producer < 0]
+        batch = [t for i, t in zip(self.layer.inputs, inputs, strict=True) if self.chain.values[i].producer < 0]
         apart = {tensor.untyped_storage().data_ptr() for tensor in (*fixed, *batch)}
-        with Meter([*fixed, *self.inputs]) as meter, discarding():
-            plain = self._forward()
+        with Meter([*fixed, *inputs]) as meter, discarding():
+            plain = self._forward(inputs)
         forward_peak = max(0, meter.peak_bytes - storage_bytes(list(plain)))
         del plain
 
@@ -186,25 +183,35 @@ class _Runner:
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            outputs = self._forward()
+            outputs = self._forward(inputs)
         saved_bytes = storage_bytes(kept)
         kept.clear()
-        with Meter([*fixed, *self.inputs]) as meter:
+        with Meter([*fixed, *inputs]) as meter:
             self._backward(outputs)
         return forward_peak, saved_bytes, meter.peak_bytes
 
-    def _forward(self) -> tuple[Tensor, ...]:
+    def _inputs(self, size: int) -> list[Tensor]:
+        return [_stand_in(self.chain.values[i].shape_at(size), self.chain.values[i].dtype) for i in self.layer.inputs]
+
+    def _forward(self, inputs: list[Tensor]) -> tuple[Tensor, ...]:
         leaves = [
             tensor.detach().requires_grad_(self.chain.values[index].needs_grad)
-            for index, tensor in zip(self.layer.inputs, self.inputs, strict=True)
+            for index, tensor in zip(self.layer.inputs, inputs, strict=True)
         ]
         with CPU.autocast(self.autocast):
             return self.layer.run(self.parameters, self.buffers, leaves)[0]
 
-    def _backward(self, outputs: tuple[Tensor, ...]) -> None:
+    def _backward(self, outputs: tuple[Tensor, ...], started: set[str] | None = None) -> None:
+        """Gradients go nowhere, or to the targets, some of which have been `started`."""
         roots = [output for output in outputs if output.requires_grad]
+        hooks: list[RemovableHandle] = []
+        if started is not None:
+            leaves = ((n, t) for n, t in self.parameters.items() if t.requires_grad)
+            hooks = [hook for n, leaf in leaves for hook in collect_into(self.targets[n], n, leaf, started)]
         if roots:
             torch.autograd.backward(roots, [torch.ones_like(root) for root in roots])
+        for hook in hooks:
+            hook.remove()
         for parameter in self.parameters.values():
             parameter.grad = None
 
@@ -229,9 +236,9 @@ def _update_ns_per_element(rule: UpdateRule, frame: Frame) -> float:
     }
     scalars = dict(rule.scalars)
     times = []
-    for number in range(3):
+    for number in range(6):
         begin = time.monotonic_ns()
         rule.update(names[0], parameter, grad, state, fresh=number == 0)
         times.append(time.monotonic_ns() - begin)
     rule.scalars = scalars
-    return min(times) / (8 * SLICE_ELEMENTS)
+    return median(times[1:]) / (8 * SLICE_ELEMENTS)

@@ -71,13 +71,16 @@ def collect(
             started[buffer] = set()
         if buffer not in targets:
             targets[buffer] = store.tensors(buffer)
-        target = targets[buffer][name]
-        if name in started[buffer] and leaf.dtype == target.dtype:
-            leaf.grad = target
-        else:
-            take = _taker(target, name, started[buffer])
-            hooks.append(leaf.register_post_accumulate_grad_hook(take))  # type: ignore[no-untyped-call]
+        hooks += collect_into(targets[buffer][name], name, leaf, started[buffer])
     return hooks
+
+
+def collect_into(target: Tensor, name: str, leaf: Tensor, started: set[str]) -> list[RemovableHandle]:
+    """Let autograd copy a leaf's next gradient to the target, or add it to what was `started` there."""
+    if name in started and leaf.dtype == target.dtype:
+        leaf.grad = target
+        return []
+    return [leaf.register_post_accumulate_grad_hook(_taker(target, name, started))]  # type: ignore[no-untyped-call]
 
 
 def before_each(roots: Iterable[GradientEdge], call: Callable[[], None]) -> list[RemovableHandle]:
