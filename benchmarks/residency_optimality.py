@@ -24,7 +24,7 @@ from counterpoint.passes.ladder import choose
 from counterpoint.passes.lives import Life, collect, mark_shared
 from counterpoint.passes.residency import smallest_budgets
 from counterpoint.planner import catalog
-from counterpoint.planner.defaults import Wishes, default_plan
+from counterpoint.planner.defaults import PlanWishes, default_plan
 from counterpoint.planner.machines import machine, with_budget
 from counterpoint.planner.placement import AHEADS, Placement
 from counterpoint.schedules import write_program
@@ -86,7 +86,7 @@ def model_table() -> None:
     for name, schedule, server, num_devices, minibatch, gib in MODELS:
         place_on = with_budget(machine(server, num_devices), gib * GIB)
         profile = catalog.profile(name, place_on)
-        plan = default_plan(profile, place_on, Wishes(schedule, minibatch))
+        plan = default_plan(profile, place_on, PlanWishes(schedule, minibatch))
         placement = Placement(profile, place_on, plan)
         found = [placement.simulated(ahead)[1] for ahead in AHEADS]
         taken = placement.fastest()[1]

@@ -11,7 +11,7 @@ from counterpoint.core.homes import fill_homes
 from counterpoint.core.machine import GIB
 from counterpoint.core.profile import Curve, LayerCost, Profile, ValueCost
 from counterpoint.passes.residency import place
-from counterpoint.planner.defaults import Wishes, default_plan
+from counterpoint.planner.defaults import PlanWishes, default_plan
 from counterpoint.planner.machines import machine, with_budget
 from counterpoint.schedules import write_program
 from counterpoint.simulator import simulate
@@ -29,7 +29,7 @@ def uniform(num_layers: int) -> Profile:
     return Profile(f"{num_layers} layers", (layer,) * num_layers, values)
 
 
-def measure(title: str, goal_s: int, num_layers: int, num_devices: int, wishes: Wishes, steps: int) -> None:
+def measure(title: str, goal_s: int, num_layers: int, num_devices: int, wishes: PlanWishes, steps: int) -> None:
     profile, server = uniform(num_layers), with_budget(machine("v100", num_devices), 8 * GIB)
     plan = default_plan(profile, server, wishes)
     costs, marks = Costs(profile, plan), [time.process_time()]
@@ -47,7 +47,7 @@ def measure(title: str, goal_s: int, num_layers: int, num_devices: int, wishes: 
 
 
 if __name__ == "__main__":
-    few = Wishes("harmony_pp", minibatch=140, microbatch=1, layers_per_pack=1)
+    few = PlanWishes("harmony_pp", minibatch=140, microbatch=1, layers_per_pack=1)
     measure("100,000 tasks", 5, 50, 4, few, 1)
-    many = Wishes("flush", minibatch=64, microbatch=1, layers_per_pack=4, activations="recompute")
+    many = PlanWishes("flush", minibatch=64, microbatch=1, layers_per_pack=4, activations="recompute")
     measure("1,000 layers on 64 devices", 20, 1000, 64, many, 1)

@@ -20,7 +20,7 @@ from counterpoint.core.units import parse_bytes
 from counterpoint.job.flags import add_flags, chosen_config, given_flags
 from counterpoint.job.packages import refuse_missing
 from counterpoint.planner import catalog
-from counterpoint.planner.defaults import Wishes, default_plan
+from counterpoint.planner.defaults import PlanWishes, default_plan
 from counterpoint.planner.forecast import Forecast, forecast, run
 from counterpoint.planner.forecast_text import describe, plan_text
 from counterpoint.planner.machines import MACHINES, usual_precision, with_budget
@@ -143,9 +143,9 @@ def _simulate(options: argparse.Namespace) -> int:
     return 0
 
 
-def _wishes(options: argparse.Namespace, servers: int, num_devices: int) -> Wishes:
+def _wishes(options: argparse.Namespace, servers: int, num_devices: int) -> PlanWishes:
     usual = "flush" if servers > 1 else "harmony_pp" if num_devices > 1 else "harmony"
-    return Wishes(
+    return PlanWishes(
         schedule=options.schedule or usual,
         minibatch=options.minibatch,
         microbatch=options.microbatch,

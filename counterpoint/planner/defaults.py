@@ -27,7 +27,7 @@ SIZES = (16, 8, 4, 2, 1)
 
 
 @dataclass(frozen=True, slots=True)
-class Wishes:
+class PlanWishes:
     """What a person asked for; None leaves the choice to us."""
 
     schedule: str = "harmony_pp"
@@ -41,7 +41,7 @@ class Wishes:
     residency: str = "planned"
 
 
-def default_plan(profile: Profile, machine: Machine, wishes: Wishes) -> Plan:
+def default_plan(profile: Profile, machine: Machine, wishes: PlanWishes) -> Plan:
     """Stages balanced by time, packs that leave room for prefetch, recompute where keeping does not fit."""
     if wishes.schedule not in SCHEDULES:
         near = nearest(wishes.schedule, SCHEDULES)
@@ -69,7 +69,7 @@ def task_bytes(task: Task, costs: Costs, outline: Outline) -> int:
     return sum(costs.buffer_bytes(buffer) for buffer in touched) + costs.workspace_bytes(task)
 
 
-def _microbatch_size(profile: Profile, machine: Machine, wishes: Wishes, replicas: int) -> int:
+def _microbatch_size(profile: Profile, machine: Machine, wishes: PlanWishes, replicas: int) -> int:
     """The largest size that fits comfortably and leaves as many microbatches as there are positions."""
     positions = 1 if wishes.schedule in REPLICATED else len(machine.devices) // replicas
     room = min(device.capacity_bytes for device in machine.devices) // 2
@@ -91,7 +91,7 @@ class _Draft:
 
     profile: Profile
     machine: Machine
-    wishes: Wishes
+    wishes: PlanWishes
     replicas: int
     size: int
     num_microbatches: int

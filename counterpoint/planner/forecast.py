@@ -22,6 +22,11 @@ class TierUse:
     peak_bytes: int
     capacity_bytes: int
 
+    @property
+    def fits(self) -> bool:
+        """Only without swapping it may not."""
+        return self.peak_bytes <= self.capacity_bytes
+
 
 @dataclass(frozen=True, slots=True)
 class Forecast:
@@ -56,11 +61,6 @@ class Forecast:
     @property
     def tokens_per_s(self) -> float:
         return self.samples_per_s * self.tokens_per_sample
-
-    @property
-    def exceeded(self) -> tuple[TierUse, ...]:
-        """Tiers that would hold more than they can: possible only without swapping."""
-        return tuple(tier for tier in self.tiers if tier.peak_bytes > tier.capacity_bytes)
 
 
 def run(profile: Profile, machine: Machine, plan: Plan, steps: int = 4) -> tuple[Program, Timeline]:

@@ -151,6 +151,6 @@ def _tiers(forecast: Forecast) -> Iterator[tuple[str, str]]:
 
 def _tier(tier: TierUse) -> tuple[str, str]:
     filled = min(_BAR, tier.peak_bytes * _BAR // max(tier.capacity_bytes, 1))
-    over = "  does not fit" if tier.peak_bytes > tier.capacity_bytes else ""
+    over = "" if tier.fits else "  does not fit"
     text = f"{format_bytes(tier.peak_bytes):>9} of {format_bytes(tier.capacity_bytes):<9} {'#' * filled}{over}"
     return f"  {tier.name}", text

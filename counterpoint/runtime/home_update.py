@@ -21,7 +21,7 @@ from counterpoint.runtime.memory import Region
 from counterpoint.runtime.optimizer import UpdateRule
 from counterpoint.runtime.store import Store
 
-STAGING_BYTES = 24 << 20
+UPDATE_STAGING_BYTES = 24 << 20
 _TURNS = 3  # one slice being read, one updated, one written
 
 
@@ -43,7 +43,7 @@ class HomeUpdate:
         if not rule.elementwise:
             raise ValueError(f"updates at home need an optimizer that works element by element, not {rule.name}")
         self.store, self.rule = store, rule
-        self._region = Region(STAGING_BYTES)
+        self._region = Region(UPDATE_STAGING_BYTES)
 
     def update(self, layer: int, task: Update, started: set[str], factor: Tensor | None) -> None:
         """`started` are the parameters that a gradient has reached; `factor` clips their gradients."""

@@ -37,7 +37,7 @@ class _Held:
 
 
 @dataclass(slots=True)
-class Counters:
+class SwapCounters:
     """Bytes that crossed between device and home."""
 
     loaded_bytes: int = 0
@@ -77,7 +77,7 @@ class Store:
         self.lent: set[int] = set()
         self.fresh_states = set(range(frame.num_layers))
         self.passing_keys: dict[str, int] = {}
-        self.counters = Counters()
+        self.counters = SwapCounters()
         self._staging = (Region(STAGING_BYTES), Region(STAGING_BYTES))
 
     def flat(self, buffer: Buffer) -> Flat:

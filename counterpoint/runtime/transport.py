@@ -26,7 +26,7 @@ _DTYPES = (
 )  # fmt: skip
 
 
-class Counters:
+class SendCounters:
     """Bytes of values and sums that left and came; what is said about them is not counted."""
 
     def __init__(self) -> None:
@@ -53,7 +53,7 @@ class Transport:
 
     def __init__(self, device: int, num_devices: int) -> None:
         self.device, self.num_devices = device, num_devices
-        self.counters = Counters()
+        self.counters = SendCounters()
         self._sent: dict[tuple[int, object], Form | None] = {}
         self._known: dict[tuple[int, object], Form | None] = {}
         self._scratch: list[Tensor] = []

@@ -14,7 +14,7 @@ from counterpoint.passes.residency import smallest_budgets
 from counterpoint.planner.forecast import Forecast, forecast, run
 from counterpoint.planner.search import Candidate, Freedom, search
 from counterpoint.runtime.disk_file import free_bytes
-from counterpoint.runtime.home_update import STAGING_BYTES
+from counterpoint.runtime.home_update import UPDATE_STAGING_BYTES
 from counterpoint.runtime.probe import DiskSpeed, probe_disk
 from counterpoint.schedules import write_program
 from counterpoint.trainer.freed_memory import Freed, beside_freed
@@ -88,7 +88,7 @@ def _found(profile: Profile, machine: Machine, freedom: Freedom) -> tuple[Machin
         try:
             found.append((smaller, search(profile, smaller, replace(freedom, host_layers=host_layers))))
         except BudgetError as error:
-            smallest += [(error.smallest_bytes or 0) + (STAGING_BYTES if host_layers else 0)]
+            smallest += [(error.smallest_bytes or 0) + (UPDATE_STAGING_BYTES if host_layers else 0)]
     if not found:
         raise BudgetError("no plan fits, with updates on the device or at home", min(smallest))
     return min(found, key=lambda pair: pair[1].timeline.step_ns)
@@ -107,7 +107,7 @@ def beside_staging(machine: Machine, host_layers: tuple[int, ...]) -> Machine:
     """What is left of the budget when updates at home have their memory."""
     if not host_layers:
         return machine
-    devices = (replace(d, capacity_bytes=max(1, d.capacity_bytes - STAGING_BYTES)) for d in machine.devices)
+    devices = (replace(d, capacity_bytes=max(1, d.capacity_bytes - UPDATE_STAGING_BYTES)) for d in machine.devices)
     return replace(machine, devices=tuple(devices))
 
 

@@ -10,7 +10,7 @@ from counterpoint.core.plan import Plan
 from counterpoint.core.profile import Profile
 from counterpoint.core.program import Program
 from counterpoint.core.timeline import Timeline
-from counterpoint.planner.defaults import REPLICATED, Wishes, default_plan
+from counterpoint.planner.defaults import REPLICATED, PlanWishes, default_plan
 from counterpoint.planner.forecast import flushing, forecast, run
 from counterpoint.planner.search import Freedom
 from counterpoint.planner.servers import arrangements, num_servers
@@ -112,7 +112,7 @@ def _candidates(
     for size in freedom.microbatch_sizes:
         for policy in freedom.activations:
             for pack in packs:
-                wishes = Wishes(
+                wishes = PlanWishes(
                     schedule, freedom.minibatch_size, size, replicas, policy, pack, False, freedom.clipping,
                     freedom.residency,
                 )  # fmt: skip

@@ -27,8 +27,7 @@ from counterpoint.runtime.disk import Disk
 from counterpoint.runtime.executor import Executor
 from counterpoint.runtime.headroom import Headroom
 from counterpoint.runtime.home import home_sizes, unused_sizes
-from counterpoint.runtime.home_update import STAGING_BYTES as HOME_STAGING_BYTES
-from counterpoint.runtime.home_update import HomeUpdate
+from counterpoint.runtime.home_update import UPDATE_STAGING_BYTES, HomeUpdate
 from counterpoint.runtime.losses import LossExchange
 from counterpoint.runtime.memory_process import resident_bytes, trim
 from counterpoint.runtime.peers import Peers
@@ -105,7 +104,7 @@ class Engine:
             chosen = decide_together(self.peers, self.profile, budget, self.folder, freedom, wishes)
         self.machine, self.program, self.forecast = chosen.machine, chosen.program, chosen.forecast
         self.chosen, self._current = chosen, chosen.program
-        self.base_bytes += HOME_STAGING_BYTES if chosen.plan.host_layers else 0
+        self.base_bytes += UPDATE_STAGING_BYTES if chosen.plan.host_layers else 0
         self.plan = ChosenPlan.of(chosen.plan, f"{describe(chosen.forecast)}\n{self._whole(wishes.memory_bytes)}")
 
     def _whole(self, memory_bytes: int) -> str:

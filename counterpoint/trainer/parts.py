@@ -11,7 +11,7 @@ from counterpoint.core.errors import ModelError
 from counterpoint.decomposer import chain_of_modules, decompose
 from counterpoint.decomposer.chain import Batch, Chain, name_tensors
 from counterpoint.decomposer.example import Loss
-from counterpoint.runtime.backend import CPU
+from counterpoint.runtime.backend import CPU, backend_of
 from counterpoint.runtime.frame import Flat, Frame, frame_of
 from counterpoint.runtime.narrowing import narrowed
 from counterpoint.runtime.optimizer import UpdateRule
@@ -35,6 +35,8 @@ def parts_of(
 ) -> Parts:
     """A list of modules becomes one module. The chain is made under the autocast it runs under: models see dtypes."""
     module = model if isinstance(model, nn.Module) else nn.ModuleList(model)
+    for device in {tensor.device for tensor in (*module.parameters(), *module.buffers())}:
+        backend_of(device)  # refuses what has none
     with CPU.autocast(autocast):
         chain = _chain(model, example, loss)
     frame = frame_of(chain, narrowed(chain, autocast))

@@ -15,7 +15,7 @@ from counterpoint import ErrorFeedback, Trainer
 from counterpoint.core.plan import Pack, Plan, equal_packs
 from counterpoint.passes.residency import smallest_budgets
 from counterpoint.runtime.backend import Cpu
-from counterpoint.runtime.home_update import STAGING_BYTES
+from counterpoint.runtime.home_update import UPDATE_STAGING_BYTES
 from counterpoint.runtime.memory import Pool
 from counterpoint.schedules import write_program
 from counterpoint.trainer import engine
@@ -228,7 +228,7 @@ def least_memory(problem: Problem, setting: Setting, folder: str, factor: float 
         least = smallest_budgets(program, trainer.executor.costs)
         device = trainer.device
     before = engine.usable_bytes, engine.CPU
-    staging = STAGING_BYTES if setting.plan.host_layers else 0
+    staging = UPDATE_STAGING_BYTES if setting.plan.host_layers else 0
     engine.usable_bytes = lambda memory, base: int(least[device] * factor) + staging  # type: ignore[assignment]
     engine.CPU = Roomy()
     try:

@@ -85,7 +85,7 @@ def test_updates_at_home(
     name: str, host_layers: tuple[int, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also in slices that are smaller than a parameter."""
-    monkeypatch.setattr(home_update, "STAGING_BYTES", 3 * 5 * 4 * 4096)
+    monkeypatch.setattr(home_update, "UPDATE_STAGING_BYTES", 3 * 5 * 4 * 4096)
     problem = Problem(wide_llama, causal, optimizer=OPTIMIZERS[name], max_grad_norm=0.5)
     setting = Setting("evict", pack=2, host_layers=host_layers)
     assert differences(train(problem, setting, tmp_path).outcome, train_plainly(problem, 2)) == []

@@ -7,7 +7,7 @@ import pytest
 from counterpoint.core.machine import Machine
 from counterpoint.core.plan import SCHEDULES, Plan
 from counterpoint.planner import catalog
-from counterpoint.planner.defaults import Wishes, default_plan
+from counterpoint.planner.defaults import PlanWishes, default_plan
 from counterpoint.planner.forecast import run
 from counterpoint.planner.servers import arrangements
 
@@ -45,19 +45,19 @@ def test_every_schedule_but_one_has_a_plan_across_servers(schedule: str) -> None
     profile = catalog.profile("tiny", machine)
     if schedule == "harmony_pp":
         with pytest.raises(ValueError, match=r"harmony_pp needs devices that share a home, and these are on 2 servers"):
-            default_plan(profile, machine, Wishes(schedule))
+            default_plan(profile, machine, PlanWishes(schedule))
         return
-    assert run(profile, machine, default_plan(profile, machine, Wishes(schedule)))[1].step_ns > 0
+    assert run(profile, machine, default_plan(profile, machine, PlanWishes(schedule)))[1].step_ns > 0
 
 
 def test_an_update_for_another_server_is_refused() -> None:
     machine = two_servers()
     profile = catalog.profile("tiny", machine)
-    sharded = replace(default_plan(profile, machine, Wishes("harmony")), shard_updates=True)
+    sharded = replace(default_plan(profile, machine, PlanWishes("harmony")), shard_updates=True)
     with pytest.raises(ValueError, match=r"layer 0 is updated on device \d, but device \d on another server uses it"):
         run(profile, machine, sharded)
     run(profile, catalog.machine("3090", 4, "fp32"), sharded)
-    shared = default_plan(profile, machine, Wishes("flush", host_update=True))
+    shared = default_plan(profile, machine, PlanWishes("flush", host_update=True))
     with pytest.raises(ValueError, match="on another server uses it"):
         run(profile, machine, shared)
 
@@ -66,7 +66,7 @@ def network_bytes(model: str, minibatch: int, microbatch: int, plan_number: int)
     """What leaves the first server in a step of this arrangement, how long the step takes, and the plan."""
     machine = two_servers()
     profile = catalog.profile(model, machine)
-    wishes = Wishes("gpipe", minibatch, microbatch, replicas=2)
+    wishes = PlanWishes("gpipe", minibatch, microbatch, replicas=2)
     plan = arrangements(default_plan(profile, machine, wishes), machine)[plan_number]
     timeline = run(profile, machine, plan)[1]
     return dict(timeline.steady_link_bytes)["from server 0"], timeline.step_ns, plan
@@ -88,5 +88,5 @@ def test_heavy_activations_stay_on_a_server_and_gradients_cross() -> None:
 def test_one_server_has_one_arrangement() -> None:
     machine = catalog.machine("3090", 4, "fp32")
     profile = catalog.profile("tiny", machine)
-    plan = default_plan(profile, machine, Wishes("gpipe", 64, 2, replicas=2))
+    plan = default_plan(profile, machine, PlanWishes("gpipe", 64, 2, replicas=2))
     assert arrangements(plan, machine) == (plan,)

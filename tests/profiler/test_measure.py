@@ -1,0 +1,72 @@
+"""Layers are measured as the executor runs them: once per kind, at the sizes that fit, gradients collected."""
+
+import time
+
+import pytest
+import torch
+from torch import nn
+
+from counterpoint.core.profile import Profile
+from counterpoint.decomposer import chain_of_modules
+from counterpoint.profiler import measure
+from counterpoint.profiler.measure import measured_sizes, profile_of
+from counterpoint.runtime.frame import Flat, frame_of
+from counterpoint.runtime.optimizer import UpdateRule
+
+WIDTH = 64
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH, bias=False), nn.Linear(4 * WIDTH, WIDTH, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down(torch.tanh(self.up(x)))
+
+
+def profile_at(*sizes: int, limit_bytes: int | None = None) -> Profile:
+    model = nn.ModuleList([Block() for _ in range(4)])
+    example = {"x": torch.zeros(2, WIDTH), "y": torch.zeros(2, WIDTH)}
+    chain = chain_of_modules(list(model), example, lambda output, batch: (output - batch["y"]).square().mean())
+    frame = frame_of(chain)
+    rule = UpdateRule(torch.optim.SGD(model.parameters(), lr=0.1), {id(p): n for n, p in model.named_parameters()})
+    return profile_of(frame, (Flat.of([]),) * frame.num_layers, rule, sizes, "blocks", limit_bytes=limit_bytes)
+
+
+def test_bytes_are_those_of_the_layer() -> None:
+    """A block saves its input and what tanh gives; its gradients are as large as its weights."""
+    block = profile_at(16).layers[1]
+    assert block.weight_bytes == block.grad_bytes == 2 * 4 * WIDTH * WIDTH * 4
+    assert block.saved_bytes.at(16) == 16 * (WIDTH + 4 * WIDTH) * 4
+    assert block.backward_workspace_bytes.at(16) >= block.weight_bytes
+    assert block.forward_ns.at(16) > 0 < block.backward_ns.at(16)
+
+
+def test_sizes_that_would_not_fit_are_left_out_but_the_smallest() -> None:
+    one = profile_at(1).layers[1]
+    held = one.saved_bytes.at(1) + one.backward_workspace_bytes.at(1)
+    assert measured_sizes(profile_at(4, 1, 2, limit_bytes=3 * held)) == (1, 2, 4)  # weights do not grow with the size
+    assert measured_sizes(profile_at(1, 2, limit_bytes=held)) == (1,)
+    assert measured_sizes(profile_at(8, limit_bytes=0)) == (8,)
+
+
+def test_layers_of_one_kind_are_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    made, runner = [], measure._Runner
+    monkeypatch.setattr(measure, "_Runner", lambda *args: made.append(args[1].name) or runner(*args))
+    profile = profile_at(1, 2)
+    assert len(made) == 3  # the first one's input has no gradient, the last one has the loss
+    assert profile.layers[1].forward_ns == profile.layers[2].forward_ns
+
+
+def test_time_to_collect_gradients_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    def slowly(target, name, leaf, started):  # type: ignore[no-untyped-def]
+        assert target.shape == leaf.shape
+        calls.append(name in started)
+        return [leaf.register_post_accumulate_grad_hook(lambda leaf: time.sleep(0.01))]
+
+    calls: list[bool] = []
+    monkeypatch.setattr(measure, "collect_into", slowly)
+    block = profile_at(1).layers[0]
+    assert block.backward_ns.at(1) >= 2 * 10_000_000  # it has two weights
+    assert calls.count(True) == calls.count(False)  # copied and added to in turn
