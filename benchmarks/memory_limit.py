@@ -22,7 +22,6 @@ import argparse
 import contextlib
 import json
 import os
-import shutil
 import statistics
 import subprocess
 import sys
@@ -32,6 +31,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import memory_contenders
 from crew import joining
 from slow_disk import slow_disk
 
@@ -39,160 +39,6 @@ from counterpoint.core.units import format_bytes, parse_bytes
 
 MEMORY = Path("/sys/fs/cgroup/memory")
 SWAP_BYTES = 16 << 30
-SHAPES = {
-    "gpt2-tiny": (4, 256, 4),
-    "gpt2": (12, 768, 12),
-    "gpt2-medium": (24, 1024, 16),
-    "gpt2-large": (36, 1280, 20),
-    "gpt2-xl": (48, 1600, 25),
-}
-
-
-def build(name: str, meta: bool):  # type: ignore[no-untyped-def]
-    import torch
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    layers, width, heads = SHAPES[name]
-    config = GPT2Config(n_layer=layers, n_embd=width, n_head=heads, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0)
-    torch.manual_seed(0)
-    with torch.device("meta" if meta else "cpu"):
-        model = GPT2LMHeadModel(config)
-    return model.train()
-
-
-def batch_of(size: int, length: int, seed: int):  # type: ignore[no-untyped-def]
-    import torch
-
-    tokens = torch.randint(0, 50257, (size, length), generator=torch.Generator().manual_seed(seed))
-    return {"input_ids": tokens, "labels": tokens}
-
-
-def worker(arguments: argparse.Namespace) -> None:
-    """One contender: prints a line of JSON per step."""
-    if arguments.worker != "ours":
-        os.environ.pop("THP_MEM_ALLOC_ENABLE", None)  # plain PyTorch as it comes
-    import torch
-
-    torch.set_num_threads(arguments.threads)
-    batches = [batch_of(arguments.batch, arguments.length, seed) for seed in range(arguments.steps + 1)]
-    run = {"ours": _ours, "mapped": _paged, "swap": _paged}.get(arguments.worker, _plain)
-    before = os.times()
-    for row in run(arguments, batches):
-        after = os.times()
-        row |= {"user": after.user - before.user, "system": after.system - before.system, "clock": time.monotonic()}
-        print(json.dumps({key: round(value, 3) for key, value in row.items()}), flush=True)
-        before = after
-
-
-def _plain(arguments, batches):  # type: ignore[no-untyped-def]
-    import torch
-
-    model = build(arguments.model, meta=False)
-    if arguments.worker == "checkpointed":
-        model.gradient_checkpointing_enable()
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    yield {}
-    for batch in batches:
-        begin = time.monotonic()
-        loss = model(**batch).loss
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad()
-        yield {"seconds": time.monotonic() - begin, "loss": float(loss)}
-
-
-def _paged(arguments, batches):  # type: ignore[no-untyped-def]
-    """Gradients accumulated over single sequences; `mapped`: all that lasts lies in files."""
-    import torch
-
-    model = build(arguments.model, meta=arguments.worker == "mapped")
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    folder = Path(arguments.folder) / f"mapped-{os.getpid()}"
-    if arguments.worker == "mapped":
-        folder.mkdir()
-        model = _mapped(model, folder)
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-        _map_state(model, optimizer, folder)
-    model.gradient_checkpointing_enable()
-    model.train()
-    try:
-        yield {}
-        for batch in batches:
-            begin, losses = time.monotonic(), []
-            for row in range(arguments.batch):
-                loss = model(**{name: tensor[row : row + 1] for name, tensor in batch.items()}).loss
-                (loss / arguments.batch).backward()
-                losses.append(float(loss))
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=False)
-            yield {"seconds": time.monotonic() - begin, "loss": sum(losses) / len(losses)}
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
-
-
-def _in_file(folder: Path, name: str, shape):  # type: ignore[no-untyped-def]
-    import torch
-
-    return torch.from_file(str(folder / name), shared=True, size=max(shape.numel(), 1)).view(shape)
-
-
-def _mapped(model, folder):  # type: ignore[no-untyped-def]
-    """A model on the meta device gets weights and gradients in files."""
-    import torch
-
-    model.to_empty(device="cpu")
-    generator = torch.Generator().manual_seed(0)
-    for number, parameter in enumerate(model.parameters()):
-        parameter.data = _in_file(folder, f"weight-{number}", parameter.shape)
-        if parameter.dim() > 1:
-            parameter.data.normal_(0.0, 0.02, generator=generator)
-        parameter.grad = _in_file(folder, f"grad-{number}", parameter.shape)
-    for module in model.modules():
-        if isinstance(module, torch.nn.LayerNorm):
-            module.weight.data.fill_(1.0)
-    return model
-
-
-def _map_state(model, optimizer, folder):  # type: ignore[no-untyped-def]
-    import torch
-
-    for number, parameter in enumerate(model.parameters()):
-        optimizer.state[parameter] = {
-            "step": torch.tensor(0.0),
-            "exp_avg": _in_file(folder, f"average-{number}", parameter.shape),
-            "exp_avg_sq": _in_file(folder, f"square-{number}", parameter.shape),
-        }
-
-
-def _ours(arguments, batches):  # type: ignore[no-untyped-def]
-    import torch
-
-    from counterpoint import Trainer
-
-    model = build(arguments.model, meta=True)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    folder = Path(arguments.folder) / f"home-{os.getpid()}"
-    begin = time.monotonic()
-    with Trainer(model, optimizer, example=batches[0], memory=arguments.memory, disk=folder) as trainer:
-        print(trainer.describe(), file=sys.stderr, flush=True)
-        yield {
-            "setup": time.monotonic() - begin,
-            "forecast_seconds": trainer.forecast.step_ns / 1e9,
-            "forecast_peak": trainer.peak_bytes,
-        }
-        for batch in batches:
-            begin = time.monotonic()
-            loss = trainer.step(batch)
-            facts = trainer.statistics()
-            yield {
-                "seconds": time.monotonic() - begin,
-                "loss": loss,
-                "read": facts.read_bytes,
-                "written": facts.written_bytes,
-                "waited": sum(ns for _, ns in facts.waited_ns) / 1e9,
-                "resident_peak": facts.peak_bytes,
-            }
-    shutil.rmtree(folder, ignore_errors=True)
 
 
 def contend(name: str, limit: int | None, swap: bool, arguments: argparse.Namespace) -> dict[str, Any]:
@@ -202,9 +48,9 @@ def contend(name: str, limit: int | None, swap: bool, arguments: argparse.Namesp
     (group / "memory.limit_in_bytes").write_text(str(limit or -1))
     if not swap:
         (group / "memory.swappiness").write_text("0")
-    command = [sys.executable, __file__, "--worker", name, "--model", arguments.model, "--batch", str(arguments.batch)]
-    command += ["--length", str(arguments.length), "--steps", str(arguments.steps), "--folder", arguments.folder]
-    command += ["--threads", str(arguments.threads), "--memory", str(limit or 0)]
+    command = [sys.executable, memory_contenders.__file__, name, "--memory", str(limit or 0)]
+    for option in ("model", "batch", "length", "steps", "threads", "folder"):
+        command += [f"--{option}", str(getattr(arguments, option))]
     swapping = _swap_file(Path(arguments.folder)) if swap else contextlib.nullcontext()
     with swapping, slow_disk(arguments.disk_limit if limit else "", arguments.folder) as groups:
         code, out, error = _run(command, joining((group, *groups)), arguments.patience)
@@ -252,23 +98,13 @@ def _swap_file(folder: Path) -> Iterator[None]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", choices=SHAPES, default="gpt2")
+    memory_contenders.add_options(parser)
     parser.add_argument("--limits", nargs="+", default=["3GiB"])
-    parser.add_argument("--batch", type=int, default=8)
-    parser.add_argument("--length", type=int, default=256)
-    parser.add_argument("--steps", type=int, default=2, help="timed steps, after one that is not")
     parser.add_argument("--rounds", type=int, default=1)
-    parser.add_argument("--threads", type=int, default=len(os.sched_getaffinity(0)))
     parser.add_argument("--contenders", nargs="+", default=["plain", "ours"])
-    parser.add_argument("--folder", default=tempfile.gettempdir())
     parser.add_argument("--disk-limit", default="")
     parser.add_argument("--patience", type=float, default=3600, help="seconds after which a contender is given up")
-    parser.add_argument("--memory", type=int, default=0, help=argparse.SUPPRESS)
-    parser.add_argument("--worker", default="", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    if arguments.worker:
-        worker(arguments)
-        return
     table: dict[str, list[dict[str, Any]]] = {}
     for _ in range(arguments.rounds):
         for name in arguments.contenders:

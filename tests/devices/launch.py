@@ -18,7 +18,8 @@ from types import TracebackType
 from typing import Any
 
 PRELOADED = ["torch", "torch.distributed", "counterpoint.trainer", "counterpoint.decomposer"]
-TIMEOUT_SECONDS = 120
+TIMEOUT_SECONDS = 240
+PATIENT = {"COUNTERPOINT_SILENCE_SECONDS": "60"}  # a busy machine is no failure
 
 _context = multiprocessing.get_context("forkserver")
 _context.set_forkserver_preload(PRELOADED)
@@ -48,7 +49,7 @@ class Crew:
                 environment = {
                     "RANK": str(rank), "WORLD_SIZE": str(count), "LOCAL_RANK": str(rank), "MASTER_ADDR": "127.0.0.1",
                     "MASTER_PORT": port, "OMP_NUM_THREADS": "1", "GLOO_SOCKET_IFNAME": "lo",
-                    "ONEDNN_MAX_CPU_ISA": "AVX512_CORE_FP16", **(environments[rank] if environments else {}),
+                    "ONEDNN_MAX_CPU_ISA": "AVX512_CORE_FP16", **PATIENT, **(environments[rank] if environments else {}),
                 }  # fmt: skip
                 target = self.folder / f"{rank}.pt"
                 process = _context.Process(target=_enter, args=(environment, target, function, arguments), daemon=True)

@@ -11,6 +11,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.devices.launch import PATIENT
+
 if not find_spec("transformers"):
     pytest.skip("needs transformers", allow_module_level=True)
 
@@ -26,7 +28,7 @@ def command(run: Path, *options: str) -> list[str]:
 
 
 def environment() -> dict[str, str]:
-    return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    return {**os.environ, **PATIENT, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 
 
 def losses(run: Path) -> list[float]:
@@ -43,14 +45,14 @@ def test_a_run_on_two_devices_and_its_resumption(tmp_path: Path) -> None:
     run = tmp_path / "run"
     first = subprocess.run(
         command(run, "--schedule", "flush", "--steps", "3"), env=environment(), capture_output=True, text=True,
-        timeout=120, check=False,
+        timeout=300, check=False,
     )  # fmt: skip
     assert first.returncode == 0, first.stderr
     assert first.stdout.count("step 3/3") == 1, "only the first process speaks"
     assert not (run / "scratch").exists()
     more = ("--schedule", "harmony_pp", "--steps", "4", "--resume", "last")
     second = subprocess.run(
-        command(run, *more), env=environment(), capture_output=True, text=True, timeout=120, check=False
+        command(run, *more), env=environment(), capture_output=True, text=True, timeout=300, check=False
     )
     assert second.returncode == 0, second.stderr
     assert len(losses(run)) == 4
@@ -65,20 +67,20 @@ def test_a_lost_process_costs_the_steps_since_the_last_checkpoint(tmp_path: Path
         command(run, *options), env=environment(), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
     ) as process:
         try:
-            end = time.monotonic() + 90
+            end = time.monotonic() + 200
             while not list(run.glob("checkpoints/step-*")):
                 assert process.poll() is None, process.communicate()
                 assert time.monotonic() < end
                 time.sleep(0.05)
             os.kill(workers(process.pid)[-1], signal.SIGKILL)
-            out, err = process.communicate(timeout=120)
+            out, err = process.communicate(timeout=300)
         finally:
             process.kill()
     assert process.returncode == 0, err
     assert "goes on     from" in out
     assert len(losses(run)) == 40
     whole = tmp_path / "whole"
-    subprocess.run(command(whole, *trained), env=environment(), capture_output=True, text=True, timeout=120, check=True)
+    subprocess.run(command(whole, *trained), env=environment(), capture_output=True, text=True, timeout=300, check=True)
     assert losses(run)[-1] == losses(whole)[-1]
     assert json.loads((whole / "plan.json").read_text())["flush_steps"] == 30
     assert "2bw after 30 steps by flush" in (whole / "forecast.txt").read_text()

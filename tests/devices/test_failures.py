@@ -18,8 +18,9 @@ from tests.devices.workers import differ, quarrel, stumble, train_for_ever
 PROBLEM = Problem()
 FLUSH = Setting(staged("flush", PROBLEM))
 HALVES = Setting(replicated(PROBLEM, 2, shard_updates=True))
-SOON_SECONDS = 8.0
-SILENT_SECONDS = 25.0
+SOON_SECONDS = 20.0
+SILENT_SECONDS = 40.0
+IMPATIENT = [{"COUNTERPOINT_SILENCE_SECONDS": "6"}] * 2
 
 
 @pytest.mark.parametrize(
@@ -43,7 +44,9 @@ def test_others_end_soon(
     sent: signal.Signals, victim: int, setting: Setting, limit: float, says: str, tmp_path: Path
 ) -> None:
     mark = tmp_path / "mark"
-    with Crew(2, train_for_ever, PROBLEM, setting, str(tmp_path / "home"), str(mark)) as crew:
+    home = str(tmp_path / "home")
+    environments = IMPATIENT if sent == signal.SIGSTOP else ()
+    with Crew(2, train_for_ever, PROBLEM, setting, home, str(mark), environments=environments) as crew:
         while not all(mark.with_suffix(f".{device}").exists() for device in range(2)):
             assert all(process.is_alive() for process in crew.processes)
             time.sleep(0.05)
@@ -60,7 +63,7 @@ def test_others_end_soon(
 
 def test_a_mistake_of_one_is_told_to_the_others(tmp_path: Path) -> None:
     with Crew(2, stumble, PROBLEM, FLUSH, str(tmp_path / "home")) as crew:
-        first, second = crew.outcomes(60)
+        first, second = crew.outcomes()
     assert re.match(r"ExecutionError: device 1 failed: KeyError: .*mistake.*; device 0 was waiting for ", first.error)
     assert second.error.startswith("KeyError")
     assert list((tmp_path / "home").iterdir()) == []
@@ -88,7 +91,7 @@ def test_a_killed_run_leaves_a_folder_that_the_next_one_can_use(tmp_path: Path) 
 )
 def test_processes_that_differ_are_named(problem: Problem, setting: Setting, says: str, tmp_path: Path) -> None:
     with Crew(2, differ, [PROBLEM, problem], [FLUSH, setting], str(tmp_path / "home")) as crew:
-        found = crew.outcomes(60)
+        found = crew.outcomes()
     assert all("the processes differ: " in outcome.error and says in outcome.error for outcome in found), found
 
 
@@ -138,14 +141,14 @@ def test_calls_are_compared_by_their_number() -> None:
 def test_bad_options_are_refused_on_every_device(options: dict[str, Any], says: str, tmp_path: Path) -> None:
     setting = Setting(options=options)
     with Crew(2, act, PROBLEM, setting, str(tmp_path / "home"), [("steps", 1)]) as crew:
-        found = crew.outcomes(60)
+        found = crew.outcomes()
     assert all(says in outcome.error for outcome in found), found
 
 
 def test_2bw_with_too_few_microbatches_and_more_devices_than_layers(tmp_path: Path) -> None:
     few = Setting(options={"schedule": "2bw", "microbatch": 8})
     with Crew(4, act, PROBLEM, few, str(tmp_path / "home"), [("steps", 1)]) as crew:
-        assert all("2bw needs at least 3" in outcome.error for outcome in crew.outcomes(60))
+        assert all("2bw needs at least 3" in outcome.error for outcome in crew.outcomes())
     many = Setting(options={"schedule": "flush"})
     with Crew(7, act, PROBLEM, many, str(tmp_path / "home"), [("steps", 1)]) as crew:
-        assert all("7 stages for 6 layers" in outcome.error for outcome in crew.outcomes(90))
+        assert all("7 stages for 6 layers" in outcome.error for outcome in crew.outcomes())

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 from torch import Tensor
 
 from tests.devices import resuming
-from tests.devices.launch import Crew
+from tests.devices.launch import PATIENT, Crew
 from tests.devices.problems import Problem, Setting, act, differences, folder_of, staged
 
 ROOT = Path(__file__).parents[2]
@@ -35,8 +35,8 @@ def plain_weights() -> dict[str, Tensor]:
 def test_a_script_goes_on_from_its_checkpoint_after_a_restart(tmp_path: Path) -> None:
     options = ("--standalone", "--nproc-per-node", "2", "--max-restarts", "2", resuming.__file__, str(tmp_path))
     command = [sys.executable, "-m", "torch.distributed.run", *options]
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=200, check=False)
+    environment = {**os.environ, **PATIENT, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
     assert run.returncode == 0, run.stderr
     assert re.findall(r"from step \d", run.stdout) == ["from step 0", "from step 3"]
     assert differences(load_file(tmp_path / "exported" / "model.safetensors"), plain_weights()) == {}
