@@ -21,7 +21,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from crew import Row, run_devices, seconds_of, take_turns, tell
-from memory_limit import SHAPES, batch_of
+from memory_contenders import SHAPES, batch_of
 
 OURS = ("gpipe", "flush", "2bw")
 CONTENDERS = (*OURS, "torch-gpipe", "torch-1f1b", "ddp")

@@ -22,7 +22,7 @@ from collections import Counter
 from typing import Any
 
 from crew import Row, run_devices, seconds_of, take_turns, tell
-from memory_limit import SHAPES
+from memory_contenders import SHAPES
 from slow_disk import slow_disk
 
 from counterpoint.core.units import format_bytes
