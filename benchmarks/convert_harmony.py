@@ -10,8 +10,8 @@ block gives, the rest as transient. A forward's peak less weights, input and out
 the layers' inputs less BERT's mask (2 KiB a sample), which is a batch input.
 """
 
+import argparse
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -27,12 +27,16 @@ DEVICE_MEMORY_BYTES_PER_S = 484 * 10**9
 UPDATE_BYTES_PER_WEIGHT_BYTE = 7
 
 
-def main(source: str, folder: str) -> None:
-    models = json.loads(Path(source).read_text())["models"]
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("source", type=Path, help="harmony_1080ti.json")
+    parser.add_argument("folder", type=Path, help="where the profiles go")
+    arguments = parser.parse_args()
+    models = json.loads(arguments.source.read_text())["models"]
     for key, (name, file, tokens, mask_bytes) in MODELS.items():
         profile = converted(name, models[key]["layers"], tokens, mask_bytes)
         text = json.dumps(to_json(profile), separators=(",", ":"))
-        Path(folder, f"{file}.json").write_text(text.replace(',{"name"', ',\n{"name"') + "\n")
+        (arguments.folder / f"{file}.json").write_text(text.replace(',{"name"', ',\n{"name"') + "\n")
 
 
 def converted(name: str, layers: list[dict[str, Any]], tokens: int, mask_bytes: int) -> Profile:
@@ -85,4 +89,4 @@ def _sizes(row: dict[str, Any], prefix: str) -> list[int]:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:3])
+    main()

@@ -1,13 +1,13 @@
 """Bytes that planned residency moves against the least possible, by exhaustive search, for small random cases.
 
-    python benchmarks/residency_optimality.py [cases] [seed]
+    python benchmarks/residency_optimality.py --cases 500 --seed 0
 
 Then what it brings in time to move more than that: the placement that the planner takes after simulating several,
 against the one that moves least, for the same cases on random machines and for some models.
 """
 
+import argparse
 import random
-import sys
 from collections import Counter
 from collections.abc import Iterator, Sequence
 
@@ -219,7 +219,12 @@ class _Search:
         return total - 1e-6 if wanted <= 0 else self.least
 
 
-def main(count: int = 500, seed: int = 0) -> None:
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--cases", type=int, default=500)
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    count, seed = arguments.cases, arguments.seed
     _summary("bytes over the least possible", list(ratios(count, seed)))
     times, traffic = zip(*time_ratios(count, seed), strict=True)
     _summary("time of the placement taken over that of least traffic", times)
@@ -234,4 +239,4 @@ def _summary(title: str, found: Sequence[float]) -> None:
 
 
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:]))
+    main()
