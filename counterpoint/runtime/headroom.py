@@ -8,7 +8,7 @@ from collections.abc import Callable
 
 from counterpoint.core.task import Task
 from counterpoint.runtime.memory import Pool
-from counterpoint.runtime.memory_process import resident_bytes, trim
+from counterpoint.runtime.memory_process import HEAP_BYTES, resident_bytes, trim
 
 _UNLIMITED = 1 << 62
 
@@ -20,12 +20,24 @@ class Headroom:
     for the heap. `expected_bytes` is what the process will occupy when the computation under way has allocated all it
     needs; loads beside it leave room for that. Where its large tensors would not fit beside as much that was freed, it
     is `tight` and must be relieved not only between layers but before each operation.
+
+    Far below its limit a process keeps freed tensors of all sizes; what it is expected to grow to then, and is cut back
+    to if it does grow further, is its `target_bytes`.
     """
 
-    def __init__(self, pool: Pool, base_bytes: int, limit_bytes: int, workspace_bytes: Callable[[Task], int]) -> None:
+    def __init__(
+        self,
+        pool: Pool,
+        base_bytes: int,
+        limit_bytes: int,
+        workspace_bytes: Callable[[Task], int],
+        target_bytes: int | None = None,
+    ) -> None:
         """`base_bytes` is what the process takes beside its tensors and regions, `workspace_bytes` what a task does."""
         self.pool, self.workspace_bytes = pool, workspace_bytes
         self.base_bytes, self.limit_bytes = base_bytes, limit_bytes
+        self.target_bytes = limit_bytes if target_bytes is None else target_bytes
+        self.heap_bytes = HEAP_BYTES if target_bytes is None else _UNLIMITED  # tensors below that come from the heap
         self.expected_bytes = self._needed_bytes = self._coming_bytes = self._made_bytes = 0
 
     @classmethod
@@ -40,9 +52,11 @@ class Headroom:
         resident = resident_bytes()
         waiting = max(0, resident - self.base_bytes - self.pool.mapped_bytes - outside_bytes)
         small = num_bytes - fresh_bytes
-        tensors = fresh_bytes + max(small - waiting, small // 2)  # free pages do not always lie where they fit
+        least = fresh_bytes + max(small - waiting, 0)
+        tensors = max(least, fresh_bytes + small // 2)  # free pages do not always lie where they fit
         regions = max(0, made_bytes - self.pool.free_bytes)
-        if self._give_back(resident + tensors + regions - self.limit_bytes, made_bytes):
+        excess = max(tensors - self.limit_bytes, least - self.target_bytes) + resident + regions
+        if self._give_back(excess, made_bytes):
             resident, tensors = resident_bytes(), num_bytes
         self.expected_bytes = resident + tensors + regions
         self._needed_bytes, self._made_bytes = num_bytes + regions, made_bytes

@@ -4,7 +4,6 @@ from counterpoint.core.costs import Costs
 from counterpoint.core.program import writes
 from counterpoint.core.task import Backward, Buffer, Forward, activation
 from counterpoint.runtime.headroom import Headroom
-from counterpoint.runtime.memory_process import HEAP_BYTES
 from counterpoint.runtime.store import FLAT_KINDS, Store
 
 _WIDENING = 4  # of a transformer's block, inside
@@ -52,9 +51,12 @@ class Outside:
         outline, layers = self.store.frame.outline, range(task.first, task.last + 1)
         borders = {*outline.inputs(task.first, task.last), *outline.outputs(task.first, task.last)}
         widest = max((self.costs.buffer_bytes(activation(value, 0)) for value in borders), default=0)
-        if task.last == outline.num_layers - 1 or widest * _WIDENING >= HEAP_BYTES:
+        heap_bytes = self.headroom.heap_bytes
+        if needed_bytes < heap_bytes:
+            return 0
+        if task.last == outline.num_layers - 1 or widest * _WIDENING >= heap_bytes:
             return needed_bytes
         owners = {owner for layer in layers for owner in (layer, *outline.layers[layer].tied)}
         slots = (slot.num_bytes for owner in owners for slot in self.store.frame.weights[owner].slots)
         largest = max(slots, default=0) if isinstance(task, Backward) else 0
-        return min(largest, needed_bytes) if largest >= HEAP_BYTES else 0
+        return min(largest, needed_bytes) if largest >= heap_bytes else 0

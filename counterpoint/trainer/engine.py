@@ -15,7 +15,6 @@ from counterpoint.core.errors import ExecutionError
 from counterpoint.core.profile import Profile
 from counterpoint.core.program import DeviceProgram, Program
 from counterpoint.core.task import Task, shift
-from counterpoint.core.units import format_bytes
 from counterpoint.decomposer.chain import Batch
 from counterpoint.planner.forecast_text import describe
 from counterpoint.profiler.measure import measured_sizes
@@ -36,12 +35,13 @@ from counterpoint.runtime.transport import SLICE_BYTES, Transport
 from counterpoint.runtime.updates import bad_loss
 from counterpoint.trainer.agreement import agree, decide_together, share_buffers, shared
 from counterpoint.trainer.chosen_plan import ChosenPlan
-from counterpoint.trainer.decision import decide, kept_by_allocator, margin_bytes, usable_bytes
+from counterpoint.trainer.decision import decide, usable_bytes
 from counterpoint.trainer.evaluation import Evaluator
 from counterpoint.trainer.freed_memory import let_be, waiting_bytes
 from counterpoint.trainer.initial_weights import blank_buffers, repeat
 from counterpoint.trainer.measured import measured
 from counterpoint.trainer.parts import Parts
+from counterpoint.trainer.process_memory import ProcessMemory
 from counterpoint.trainer.shared_home import SharedHome, common_folder, open_home
 from counterpoint.trainer.together import telling
 from counterpoint.trainer.wishes import Wishes
@@ -105,19 +105,10 @@ class Engine:
         self.machine, self.program, self.forecast = chosen.machine, chosen.program, chosen.forecast
         self.chosen, self._current = chosen, chosen.program
         self.base_bytes += UPDATE_STAGING_BYTES if chosen.plan.host_layers else 0
-        self.plan = ChosenPlan.of(chosen.plan, f"{describe(chosen.forecast)}\n{self._whole(wishes.memory_bytes)}")
-
-    def _whole(self, memory_bytes: int) -> str:
-        """The last line of the forecast: the budget is for the whole process, also what an allocator keeps."""
         live = self.base_bytes + self.forecast.tiers[self.device].peak_bytes
-        self.peak_bytes = min(memory_bytes, live + kept_by_allocator(live))
-        self.limit_bytes = memory_bytes - margin_bytes(memory_bytes) // 2  # that half is for what nobody foresees
-        if self.chosen.freed == "stay":
-            live += waiting_bytes(self.chosen.profile, self.chosen.plan, self.part)
-            self.peak_bytes = self.limit_bytes = min(self.limit_bytes, live + margin_bytes(live))
-        sizes = f"{format_bytes(self.peak_bytes):>9} of {format_bytes(memory_bytes)}"
-        spare = f", {format_bytes(memory_bytes - self.peak_bytes)} to spare" if self.peak_bytes < memory_bytes else ""
-        return f"{'  whole process':<28}{sizes}: fits{spare}"
+        staying = waiting_bytes(chosen.profile, chosen.plan, self.part) if chosen.freed == "stay" else None
+        self.memory = ProcessMemory.of(wishes.memory_bytes, live, staying)
+        self.plan = ChosenPlan.of(chosen.plan, f"{describe(chosen.forecast)}\n{self.memory}")
 
     def _build(self, parts: Parts, wishes: Wishes, home: SharedHome | None) -> None:
         budget, m = self.machine.devices[self.device].capacity_bytes, self.program.num_microbatches
@@ -133,7 +124,7 @@ class Engine:
             self.compute.updates.home = HomeUpdate(self.store, parts.rule)
         costs = Costs(self.chosen.profile, self.plan)
         workspace_bytes = Costs(self.profile, self.plan).workspace_bytes
-        headroom = Headroom(pool, self.base_bytes, self.limit_bytes, workspace_bytes)
+        headroom = Headroom(pool, self.base_bytes, self.memory.limit_bytes, workspace_bytes, self.memory.target_bytes)
         let_be(self.chosen.freed)
         self.transport: Transport | None = None
         self.losses: LossExchange | None = None

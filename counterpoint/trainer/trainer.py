@@ -116,7 +116,7 @@ class Trainer:
         self.model, self.chain, self.frame, self.rule = parts.module, parts.chain, parts.frame, parts.rule
         self.plan, self.program, self.forecast = engine.plan, engine.program, engine.forecast
         self.profile, self.machine, self.base_bytes = engine.profile, engine.machine, engine.base_bytes
-        self.peak_bytes = engine.peak_bytes
+        self.peak_bytes = engine.memory.peak_bytes
         self.folder, self.disk, self.store = engine.folder, engine.disk, engine.store
         self.compute, self.executor, self.device = engine.compute, engine.executor, engine.device
         if self.peers is not None:

@@ -1,0 +1,38 @@
+"""What a training keeps alive -> what its whole process will occupy, may occupy, and is cut back to."""
+
+from dataclasses import dataclass
+
+from counterpoint.core.units import format_bytes
+from counterpoint.trainer.decision import kept_by_allocator, margin_bytes
+from counterpoint.trainer.freed_memory import growth_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessMemory:
+    """The budget is for the whole process, also what an allocator keeps.
+
+    It occupies at most `peak_bytes` and never more than `limit_bytes`. Where all its freed tensors stay, there is a
+    target for it to be cut back to.
+    """
+
+    memory_bytes: int
+    peak_bytes: int
+    limit_bytes: int
+    target_bytes: int | None = None
+
+    @classmethod
+    def of(cls, memory_bytes: int, live_bytes: int, staying_bytes: int | None) -> "ProcessMemory":
+        """`live_bytes` are alive at once, and so many freed ones stay beside them."""
+        limit = memory_bytes - margin_bytes(memory_bytes) // 2  # that half is for what nobody foresees
+        if staying_bytes is None:
+            return cls(memory_bytes, min(memory_bytes, live_bytes + kept_by_allocator(live_bytes)), limit)
+        target = live_bytes + staying_bytes
+        target = min(limit, target + growth_bytes(target))
+        return cls(memory_bytes, target, limit, target)
+
+    def __str__(self) -> str:
+        """The last line of the forecast."""
+        spare = self.memory_bytes - self.peak_bytes
+        text = f"{'  whole process':<28}{format_bytes(self.peak_bytes):>9} of {format_bytes(self.memory_bytes)}: fits"
+        text += f", {format_bytes(spare)} to spare" if spare > 0 else ""
+        return text + ("; freed tensors stay within it" if self.target_bytes is not None else "")
