@@ -10,7 +10,7 @@ from counterpoint.core.plan import Plan
 from counterpoint.core.profile import Profile
 from counterpoint.core.program import Program
 from counterpoint.core.timeline import Timeline
-from counterpoint.planner.defaults import REPLICATED, PlanWishes, default_plan
+from counterpoint.planner.defaults import PIPELINES, REPLICATED, PlanWishes, default_plan
 from counterpoint.planner.forecast import flushing, forecast, run
 from counterpoint.planner.search import Freedom
 from counterpoint.planner.servers import arrangements, num_servers
@@ -108,7 +108,7 @@ def _candidates(
     schedule = freedom.schedules[0]
     large = large_updates(profile, min(device.capacity_bytes for device in machine.devices), freedom)
     automatic = (None,) if len(freedom.pack_sizes) > 1 else ()
-    packs = (*automatic, *(freedom.pack_sizes if schedule in REPLICATED or not automatic else ()))
+    packs = (*automatic, *(freedom.pack_sizes if schedule not in PIPELINES or not automatic else ()))
     for size in freedom.microbatch_sizes:
         for policy in freedom.activations:
             for pack in packs:
