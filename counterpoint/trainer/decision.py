@@ -19,7 +19,7 @@ from counterpoint.runtime.probe import DiskSpeed, probe_disk
 from counterpoint.schedules import write_program
 from counterpoint.trainer.freed_memory import Freed, beside_freed
 
-_MARGIN_PERCENT, _MARGIN_BYTES = 4, 48 << 20  # for what an allocator keeps beyond what is asked of it
+_MARGIN_PERCENT, MARGIN_BYTES = 4, 48 << 20  # for what an allocator keeps beyond what is asked of it
 _SLACK_BYTES = 32 << 20  # by which the process itself may differ from one start to the next
 _PROBE_BYTES = 256 << 20
 
@@ -31,7 +31,7 @@ def kept_by_allocator(live_bytes: int) -> int:
 
 def margin_bytes(memory_bytes: int) -> int:
     """The part of the memory which is not planned with."""
-    return max(_MARGIN_BYTES, kept_by_allocator(memory_bytes))
+    return max(MARGIN_BYTES, kept_by_allocator(memory_bytes))
 
 
 @dataclass(frozen=True, slots=True)
@@ -160,7 +160,7 @@ def _too_small(
     if smallest is None:
         return error
     live = smallest + base_bytes + _SLACK_BYTES
-    needed = max(live + _MARGIN_BYTES, live * 100 // (100 - _MARGIN_PERCENT))
+    needed = max(live + MARGIN_BYTES, live * 100 // (100 - _MARGIN_PERCENT))
     needed = -(-needed // 2**20) * 2**20
     own = (
         f" ({format_bytes(model_bytes)} of it the model's weights: build it on the meta device)" if model_bytes else ""

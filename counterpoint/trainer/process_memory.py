@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from counterpoint.core.units import format_bytes
-from counterpoint.trainer.decision import kept_by_allocator, margin_bytes
+from counterpoint.trainer.decision import MARGIN_BYTES, kept_by_allocator, margin_bytes
 from counterpoint.trainer.freed_memory import growth_bytes
 
 
@@ -23,7 +23,7 @@ class ProcessMemory:
     @classmethod
     def of(cls, memory_bytes: int, live_bytes: int, staying_bytes: int | None) -> "ProcessMemory":
         """`live_bytes` are alive at once, and so many freed ones stay beside them."""
-        limit = memory_bytes - margin_bytes(memory_bytes) // 2  # that half is for what nobody foresees
+        limit = memory_bytes - max(MARGIN_BYTES, margin_bytes(memory_bytes) // 2)  # for what nobody foresees
         if staying_bytes is None:
             return cls(memory_bytes, min(memory_bytes, live_bytes + kept_by_allocator(live_bytes)), limit)
         target = live_bytes + staying_bytes
