@@ -1,6 +1,8 @@
 """The contenders of `memory_limit.py`, each in a process of its own: a line of JSON per step.
 
-python benchmarks/memory_contenders.py plain --model gpt2 --batch 8 --length 256 --steps 2
+Run by hand it is not held to a limit:
+
+    python benchmarks/memory_contenders.py plain --model gpt2 --batch 8 --length 256 --steps 2
 """
 
 import argparse

@@ -197,21 +197,21 @@ class Peers:
     def part(self) -> None:
         """Leave when the others leave too, device 0 last: it may hold the store. After a failure all hear of it."""
         failed = self._said or self.failure is not None
+        end = time.monotonic() + (_HEAR_SECONDS if failed else _PART_SECONDS)
         with contextlib.suppress(ExecutionError):
             self._asked.set(f"parted {self.device}", "")
-            self._await("parted", _HEAR_SECONDS if failed else _PART_SECONDS)
+            self._await("parted", end)
             if not failed:  # they may have parted because of this call
                 pulses = {d: self._asked.get(f"pulse {d}") for d in self.others if self._asked.check([f"pulse {d}"])}
                 self._disagreeing(self._calls, pulses)
             self._ended.set()
             if self.device:
                 self._asked.set(f"left {self.device}", "")
-            elif not failed:
-                self._await("left", _PART_SECONDS)
+            else:
+                self._await("left", end)
         self._ended.set()
 
-    def _await(self, word: str, seconds: float) -> None:
-        end = time.monotonic() + seconds
+    def _await(self, word: str, end: float) -> None:
         failed = self.failure is not None
         waited = [f"{word} {device}" for device in self.others]
         while time.monotonic() < end and not self._asked.check(waited) and (failed or self.failure is None):

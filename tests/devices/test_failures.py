@@ -18,8 +18,8 @@ from tests.devices.workers import differ, quarrel, stumble, train_for_ever
 PROBLEM = Problem()
 FLUSH = Setting(staged("flush", PROBLEM))
 HALVES = Setting(replicated(PROBLEM, 2, shard_updates=True))
-SOON_SECONDS = 20.0
-SILENT_SECONDS = 40.0
+SOON_SECONDS = 8.0
+SILENT_SECONDS = 25.0
 IMPATIENT = [{"COUNTERPOINT_SILENCE_SECONDS": "6"}] * 2
 
 

@@ -61,7 +61,10 @@ def test_an_update_in_place_counts_weights_once() -> None:
     ("wishes", "text"),
     [
         (PlanWishes("harmny"), r"unknown schedule 'harmny' \(did you mean harmony\?\)"),
-        (PlanWishes("flush", 30, microbatch=4), "a minibatch of 30 does not divide into microbatches of 4 on 1 "),
+        (
+            PlanWishes("flush", 30, microbatch=4),
+            "a minibatch of 30 does not divide into microbatches of 4 on 1 replicas",
+        ),
         (PlanWishes("flush", 32, replicas=3), "4 devices do not divide into 3 replicas"),
     ],
 )
