@@ -194,6 +194,7 @@ class Executor:
             tensor = job.call() if self.error is None else None
             if tensor is not None:
                 self.store.take(job.task.buffer, tensor)
+                self.outside.landed(job.task.buffer)
             self.awaited.by_lane.pop(job.lane, None)
         except BaseException as error:
             self._fail(job, error)
@@ -240,6 +241,7 @@ class Executor:
             case Forward():
                 self.outside.before_computation(task)
                 self.compute.forward(task)
+                self.outside.after_forward(task)
             case Backward():
                 self.outside.before_computation(task)
                 self.compute.backward(task)
@@ -254,6 +256,7 @@ class Executor:
             case Load(buffer, _):
                 self.outside.before_load(buffer)
                 self.store.load(buffer)
+                self.outside.landed(buffer)
             case Evict(buffer, _):
                 self.store.evict(buffer)
             case Drop(buffer):

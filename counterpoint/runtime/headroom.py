@@ -4,6 +4,7 @@ Pages wait in two places: freed regions in the pool, freed tensors in the heap. 
 process as it is, and what it is about to allocate, would pass the limit together: getting a page anew costs far more.
 """
 
+import threading
 from collections.abc import Callable
 
 from counterpoint.core.task import Task
@@ -17,12 +18,14 @@ class Headroom:
     """Keeps the process below a limit.
 
     What a computation allocates comes from the heap's free pages as far as they go, except tensors that are too large
-    for the heap. `expected_bytes` is what the process will occupy when the computation under way has allocated all it
-    needs; loads beside it leave room for that. Where its large tensors would not fit beside as much that was freed, it
-    is `tight` and must be relieved not only between layers but before each operation.
+    for the heap. `expected_bytes` is what the process will occupy when the computation at hand has allocated all it
+    needs and what is under way from elsewhere has landed; loads beside it leave room for that. Where its large tensors
+    would not fit beside as much that was freed, it is `tight` and must be relieved not only between layers but before
+    each operation.
 
     Far below its limit a process keeps freed tensors of all sizes; what it is expected to grow to then, and is cut back
-    to if it does grow further, is its `target_bytes`.
+    to if it does grow further, is its `target_bytes`. Near it, pages that go to and fro between heap and pool would
+    cost more than a copy: where freed tensors wait, `keeps_heap` says that the heap is to keep its size.
     """
 
     def __init__(
@@ -32,13 +35,17 @@ class Headroom:
         limit_bytes: int,
         workspace_bytes: Callable[[Task], int],
         target_bytes: int | None = None,
+        keeps_heap: bool = False,
     ) -> None:
         """`base_bytes` is what the process takes beside its tensors and regions, `workspace_bytes` what a task does."""
         self.pool, self.workspace_bytes = pool, workspace_bytes
         self.base_bytes, self.limit_bytes = base_bytes, limit_bytes
+        self.keeps_heap = keeps_heap
         self.target_bytes = limit_bytes if target_bytes is None else target_bytes
         self.heap_bytes = HEAP_BYTES if target_bytes is None else _UNLIMITED  # tensors below that come from the heap
         self.expected_bytes = self._needed_bytes = self._coming_bytes = self._made_bytes = 0
+        self._lock = threading.Lock()
+        self._under_way_bytes = 0
 
     @classmethod
     def without_limit(cls) -> "Headroom":
@@ -49,18 +56,19 @@ class Headroom:
 
         `outside_bytes` are those of tensors that live.
         """
-        resident = resident_bytes()
-        waiting = max(0, resident - self.base_bytes - self.pool.mapped_bytes - outside_bytes)
-        small = num_bytes - fresh_bytes
-        least = fresh_bytes + max(small - waiting, 0)
-        tensors = max(least, fresh_bytes + small // 2)  # free pages do not always lie where they fit
-        regions = max(0, made_bytes - self.pool.free_bytes)
-        excess = max(tensors - self.limit_bytes, least - self.target_bytes) + resident + regions
-        if self._give_back(excess, made_bytes):
-            resident, tensors = resident_bytes(), num_bytes
-        self.expected_bytes = resident + tensors + regions
-        self._needed_bytes, self._made_bytes = num_bytes + regions, made_bytes
-        self._coming_bytes = fresh_bytes if self.expected_bytes + fresh_bytes > self.limit_bytes else 0
+        with self._lock:
+            resident = resident_bytes() + self._under_way_bytes
+            waiting = max(0, resident - self.base_bytes - self.pool.mapped_bytes - outside_bytes)
+            small = num_bytes - fresh_bytes
+            least = fresh_bytes + max(small - waiting, 0)
+            tensors = max(least, fresh_bytes + small // 2)  # free pages do not always lie where they fit
+            regions = max(0, made_bytes - self.pool.free_bytes)
+            excess = max(tensors - self.limit_bytes, least - self.target_bytes) + resident + regions
+            if self._give_back(excess, made_bytes):
+                resident, tensors = resident_bytes() + self._under_way_bytes, num_bytes
+            self.expected_bytes = resident + tensors + regions
+            self._needed_bytes, self._made_bytes = num_bytes + regions, made_bytes
+            self._coming_bytes = fresh_bytes if self.expected_bytes + fresh_bytes > self.limit_bytes else 0
 
     @property
     def tight(self) -> bool:
@@ -68,18 +76,31 @@ class Headroom:
 
     def relieve(self) -> None:
         """Within a computation: free pages that lie in the way of what may come go back."""
-        self._give_back(resident_bytes() + self._coming_bytes - self.limit_bytes)
+        self._give_back(resident_bytes() + self._under_way_bytes + self._coming_bytes - self.limit_bytes)
 
-    def load(self, num_bytes: int) -> None:
-        """A region of so many bytes is about to be taken, beside a computation."""
+    def load(self, num_bytes: int) -> int:
+        """A region of so many bytes is about to be taken, beside a computation; what of it is under way then."""
         free = max(0, self.pool.free_bytes - self._made_bytes)
-        self.arrive(max(0, num_bytes - free), self._made_bytes + num_bytes)
+        return self.arrive(max(0, num_bytes - free), self._made_bytes + num_bytes)
 
-    def arrive(self, num_bytes: int, kept_bytes: int = 0) -> None:
-        """So many bytes are about to come, beside a computation and so many free ones of regions."""
-        if self._give_back(max(resident_bytes(), self.expected_bytes) + num_bytes - self.limit_bytes, kept_bytes):
-            self.expected_bytes = min(self.expected_bytes, resident_bytes() + self._needed_bytes)
-        self.expected_bytes += num_bytes
+    def arrive(self, num_bytes: int, kept_bytes: int = 0) -> int:
+        """So many bytes are about to come, beside a computation and so many free ones of regions.
+
+        They are under way until they have `landed`.
+        """
+        with self._lock:
+            expected = max(resident_bytes() + self._under_way_bytes, self.expected_bytes)
+            if self._give_back(expected + num_bytes - self.limit_bytes, kept_bytes):
+                left = resident_bytes() + self._under_way_bytes + self._needed_bytes
+                self.expected_bytes = min(self.expected_bytes, left)
+            self.expected_bytes += num_bytes
+            self._under_way_bytes += num_bytes
+        return num_bytes
+
+    def landed(self, num_bytes: int) -> None:
+        """What was under way is resident."""
+        with self._lock:
+            self._under_way_bytes -= num_bytes
 
     def _give_back(self, num_bytes: int, kept_bytes: int = 0) -> bool:
         """Free regions first, except so many bytes of them; whether the heap's free pages had to go too."""

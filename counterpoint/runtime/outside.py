@@ -2,7 +2,7 @@
 
 from counterpoint.core.costs import Costs
 from counterpoint.core.program import writes
-from counterpoint.core.task import Backward, Buffer, Forward, activation
+from counterpoint.core.task import Backward, Buffer, Forward, activation, saved
 from counterpoint.runtime.headroom import Headroom
 from counterpoint.runtime.store import FLAT_KINDS, Store
 
@@ -15,6 +15,7 @@ class Outside:
     def __init__(self, store: Store, costs: Costs, headroom: Headroom) -> None:
         self.store, self.costs, self.headroom = store, costs, headroom
         self.buffers: dict[Buffer, int] = {}
+        self._under_way: dict[Buffer, int] = {}
 
     def before_computation(self, task: Forward | Backward) -> None:
         outside, born, made = sum(self.buffers.values()), 0, 0
@@ -27,13 +28,28 @@ class Outside:
         needed = born + self.headroom.workspace_bytes(task)
         self.headroom.compute(needed, self._fresh_bytes(task, needed), made, outside)
 
+    def after_forward(self, task: Forward) -> None:
+        """Where the heap is to keep its size, what autograd keeps goes into the pool."""
+        if not self.headroom.keeps_heap:
+            return
+        for buffer in (saved(layer, task.microbatch) for layer in task.saves):
+            if buffer in self.store.saved and self.store.saved[buffer].sizes:
+                self.before_load(buffer)
+                self.store.stow(buffer)
+                self.landed(buffer)
+                self.dropped(buffer)
+
     def before_load(self, buffer: Buffer) -> None:
-        self.headroom.load(self.costs.buffer_bytes(buffer))
+        self._under_way[buffer] = self.headroom.load(self.costs.buffer_bytes(buffer))
 
     def before_arrival(self, buffer: Buffer) -> None:
         """What comes from a peer lies outside the pool."""
         self.buffers[buffer] = self.costs.buffer_bytes(buffer)
-        self.headroom.arrive(self.buffers[buffer])
+        self._under_way[buffer] = self.headroom.arrive(self.buffers[buffer])
+
+    def landed(self, buffer: Buffer) -> None:
+        """What was loaded, or came from a peer, is there."""
+        self.headroom.landed(self._under_way.pop(buffer, 0))
 
     def dropped(self, buffer: Buffer) -> None:
         self.buffers.pop(buffer, None)
@@ -41,6 +57,8 @@ class Outside:
     def forget(self) -> None:
         """Nothing lies outside the pool any more."""
         self.buffers.clear()
+        for buffer in tuple(self._under_way):
+            self.landed(buffer)
 
     def _fresh_bytes(self, task: Forward | Backward, needed_bytes: int) -> int:
         """What of a computation's memory cannot come from the heap: tensors that are too large for it.

@@ -12,6 +12,8 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from counterpoint.core.task import Buffer
+from counterpoint.runtime.disk_extents import round_to_blocks
+from counterpoint.runtime.memory import Region
 from counterpoint.runtime.strides import Form, restrided
 
 WeightName = tuple[Buffer, str]
@@ -58,6 +60,29 @@ class SavedTensors:
     def tensor(self, view: _View) -> Tensor:
         assert self.storages is not None, "saved tensors are used while they are at home"
         return restrided(self.storages[view.storage], view.form, view.offset)
+
+    @property
+    def num_bytes(self) -> int:
+        """As they lie one behind the other, each from a whole block on."""
+        return sum(round_to_blocks(size) for size in self.sizes)
+
+    def lie_in(self, region: Region) -> None:
+        """They have come back, in a region."""
+        self.storages = self._places(region)
+
+    def move_into(self, region: Region) -> None:
+        """One by one, so that what each leaves is free for the others."""
+        assert self.storages is not None
+        for index, place in enumerate(self._places(region)):
+            place.copy_(self.storages[index])
+            self.storages[index] = place
+
+    def _places(self, region: Region) -> list[Tensor]:
+        places, offset = [], 0
+        for size in self.sizes:
+            places.append(region.tensor(torch.uint8, (size,), offset))
+            offset += round_to_blocks(size)
+        return places
 
     def drop(self) -> None:
         self.storages = None

@@ -127,6 +127,12 @@ class Store:
         """Whether a tensor lies in a region that a value came back in, which goes when the value is dropped."""
         return tensor.untyped_storage().data_ptr() in self.lent
 
+    def stow(self, buffer: Buffer) -> None:
+        """Move what autograd keeps of a layer from where torch put it into the pool."""
+        region = self.pool.allocate(self.saved[buffer].num_bytes)
+        self.saved[buffer].move_into(region)
+        self.saved_regions[buffer] = region
+
     # ---- transfers, each called by its own lane
 
     def load(self, buffer: Buffer) -> None:
@@ -141,9 +147,7 @@ class Store:
         if buffer.kind in FLAT_KINDS:
             self._evict_flat(buffer)
         elif buffer.kind == "saved":
-            pieces = self.saved[buffer].storages
-            assert pieces is not None
-            self._write_pieces(self.key(buffer), pieces)
+            self._evict_saved(buffer)
         else:
             self._evict_value(buffer)
 
@@ -156,6 +160,16 @@ class Store:
             disk.write(key, self.regions[buffer]).wait()
             self.count(evicted=num_bytes)
             self.announce(buffer)
+
+    def _evict_saved(self, buffer: Buffer) -> None:
+        key, region, pieces = self.key(buffer), self.saved_regions.get(buffer), self.saved[buffer].storages
+        if region is None:
+            assert pieces is not None
+            self._write_pieces(key, pieces)
+        else:
+            self._reserve(key, region.num_bytes)
+            self.passing.write(key, region).wait()
+            self.count(evicted=region.num_bytes)
 
     def announce(self, buffer: Buffer) -> None:
         """Tell the devices that share this home that a buffer is there."""
@@ -195,7 +209,9 @@ class Store:
     def _load_flat(self, buffer: Buffer) -> None:
         num_bytes = self.flat(buffer).num_bytes
         region = self.pool.allocate(num_bytes)
-        if num_bytes and not (buffer.kind == "state" and buffer.owner in self.fresh_states):
+        if buffer.kind == "state" and buffer.owner in self.fresh_states:
+            region.populate()
+        elif num_bytes:
             key = self.key(buffer)
             if self.versions is not None and buffer.kind in VERSIONED_KINDS:
                 self.versions.wait(key, self.names.base + buffer.number, self.stopped)
@@ -205,13 +221,8 @@ class Store:
         self.regions[buffer] = region
 
     def _load_saved(self, buffer: Buffer) -> None:
-        saved = self.saved[buffer]
-        region = self._read_back(self.key(buffer), sum(round_to_blocks(size) for size in saved.sizes))
-        storages, offset = [], 0
-        for size in saved.sizes:
-            storages.append(region.tensor(torch.uint8, (size,), offset))
-            offset += round_to_blocks(size)
-        saved.storages = storages
+        region = self._read_back(self.key(buffer), self.saved[buffer].num_bytes)
+        self.saved[buffer].lie_in(region)
         self.saved_regions[buffer] = region
 
     def _load_value(self, buffer: Buffer) -> None:

@@ -124,7 +124,8 @@ class Engine:
             self.compute.updates.home = HomeUpdate(self.store, parts.rule)
         costs = Costs(self.chosen.profile, self.plan)
         workspace_bytes = Costs(self.profile, self.plan).workspace_bytes
-        headroom = Headroom(pool, self.base_bytes, self.memory.limit_bytes, workspace_bytes, self.memory.target_bytes)
+        limits = self.memory.limit_bytes, workspace_bytes, self.memory.target_bytes
+        headroom = Headroom(pool, self.base_bytes, *limits, keeps_heap=self.chosen.freed == "wait")
         let_be(self.chosen.freed)
         self.transport: Transport | None = None
         self.losses: LossExchange | None = None

@@ -72,13 +72,13 @@ def _has_plenty(profile: Profile, machine: Machine, plan: Plan, program: Program
 
 
 def _with_room(profile: Profile, machine: Machine, plan: Plan, program: Program) -> Profile:
-    """Room for two and a half times what most computations need for themselves, or for as much as there is."""
+    """Room for three and a half times what most computations need for themselves, or for as much as there is."""
     costs = Costs(profile, plan)
     room: dict[int, int] = {}
     for device in range(len(program.devices)):
         needs = [(t, need) for t, need in task_needs(program, costs, device) if isinstance(t, (Forward, Backward))]
         sizes = sorted(costs.workspace_bytes(task) for task, _ in needs)
-        most = sizes[len(sizes) * 9 // 10] * 5 // 2 if sizes else 0
+        most = sizes[len(sizes) * 9 // 10] * 7 // 2 if sizes else 0
         for task, need in needs:
             spare = max(0, min(most - costs.workspace_bytes(task), machine.devices[device].capacity_bytes - need))
             for layer in range(task.first, task.last + 1):

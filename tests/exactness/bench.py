@@ -84,7 +84,8 @@ class Problem:
 class Setting:
     """How it is trained: `budget` is in units of the smallest that works, `pack` in layers.
 
-    Several policies, with spaces between them, take turns; a forward pack joins `joined` backward packs.
+    Several policies, with spaces between them, take turns; a forward pack joins `joined` backward packs. With `stows`
+    what autograd keeps is moved into the pool.
     """
 
     policy: str = "recompute"
@@ -96,6 +97,7 @@ class Setting:
     seed: int = 0
     host_layers: tuple[int, ...] = ()
     joined: int = 1
+    stows: bool = False
 
 
 @dataclass(frozen=True)
@@ -183,6 +185,7 @@ def train(problem: Problem, setting: Setting, folder: Path) -> Trained:
             frame, store, rule, buffers, plan.num_microbatches, setting.seed, problem.autocast, problem.max_grad_norm
         )
         compute.updates.home = HomeUpdate(store, rule) if plan.host_layers else None
+        compute.headroom.keeps_heap = setting.stows
         losses, moved = _run(program, Executor(store, compute, costs), problem, setting, schedule)
         return Trained(_outcome(store, rule, buffers, losses), program, costs, store, moved)
 

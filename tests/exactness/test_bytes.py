@@ -73,8 +73,9 @@ def test_what_moves_is_what_the_program_says(schedule: str, budget: float, tmp_p
     assert per_step(trained) == [expected] * 4
 
 
-def test_saved_tensors_move_as_said(tmp_path: Path) -> None:
-    trained = train(PROBLEM, Setting("evict", pack=1, budget=1.0), tmp_path)
+@pytest.mark.parametrize("stows", [False, True])
+def test_saved_tensors_move_as_said(stows: bool, tmp_path: Path) -> None:
+    trained = train(PROBLEM, Setting("evict", pack=1, budget=1.0, stows=stows), tmp_path)
     loads, evicts = said(trained, Load), said(trained, Evict)
     saved = [buffer for buffer in evicts if buffer.kind == "saved"]
     assert len(saved) == 5 * 3  # all layers but the last, which runs forward and backward in one; three microbatches

@@ -163,6 +163,8 @@ SETTINGS = [
     Setting("evict", pack=1, budget=1.0, microbatch=2),
     Setting("evict", pack=2, budget=1.0, microbatch=3, schedule="plain"),
     Setting("keep", pack=3, budget=1.3, microbatch=2),
+    Setting("keep", pack=3, budget=1.3, microbatch=2, stows=True),
+    Setting("evict", pack=1, budget=1.0, microbatch=2, stows=True),
     Setting("recompute", pack=2, budget=1.0, microbatch=3, schedule="plain"),
     Setting("recompute", pack=100, budget=ALL_FITS, microbatch=6),
     Setting("evict", pack=1, budget=1.0, microbatch=2, residency="lru"),

@@ -50,3 +50,15 @@ def test_what_does_not_come_from_free_pages_counts_against_the_target(monkeypatc
     assert process.cuts == 0
     headroom.compute(501, 0, 0, LIVE)
     assert process.cuts == 1
+
+
+def test_what_is_under_way_counts_though_it_is_not_resident_yet(monkeypatch: pytest.MonkeyPatch) -> None:
+    process = Process(monkeypatch, 700)
+    headroom = Headroom(Pool(0), BASE, 850, lambda task: 0)
+    under_way = headroom.load(100)
+    headroom.compute(102, 0, 0, LIVE)
+    assert (under_way, process.cuts) == (100, 1)
+    headroom.landed(under_way)
+    process.resident, process.cuts = 800, 0
+    headroom.compute(100, 0, 0, LIVE)
+    assert process.cuts == 0
