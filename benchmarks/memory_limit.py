@@ -49,10 +49,12 @@ def contend(name: str, limit: int | None, swap: bool, arguments: argparse.Namesp
     if not swap:
         (group / "memory.swappiness").write_text("0")
     command = [sys.executable, memory_contenders.__file__, name, "--memory", str(limit or 0)]
-    for option in ("model", "batch", "length", "steps", "threads", "folder"):
+    for option in ("model", "batch", "length", "steps", "threads"):
         command += [f"--{option}", str(getattr(arguments, option))]
     swapping = _swap_file(Path(arguments.folder)) if swap else contextlib.nullcontext()
-    with swapping, slow_disk(arguments.disk_limit if limit else "", arguments.folder) as groups:
+    own_folder = tempfile.TemporaryDirectory(prefix="contender-", dir=arguments.folder)  # a killed one leaves files
+    with swapping, own_folder as folder, slow_disk(arguments.disk_limit if limit else "", folder) as groups:
+        command += ["--folder", folder]
         code, out, error = _run(command, joining((group, *groups)), arguments.patience)
     rows = [json.loads(line) for line in out.splitlines() if line.startswith("{")]
     peak = int((group / "memory.max_usage_in_bytes").read_text())
@@ -140,7 +142,7 @@ def _print_table(table: dict[str, list[dict[str, Any]]], arguments: argparse.Nam
 
 def _ended(results: list[dict[str, Any]]) -> str:
     if any(result["given_up"] for result in results):
-        return "given up in its first step: takes longer than that"
+        return "given up: a step takes longer than that"
     codes = [result["code"] for result in results]
     return "well" if not any(codes) else f"code {next(code for code in codes if code)}"
 
