@@ -13,17 +13,22 @@ ADDRESSES = ("10.77.0.1", "10.77.0.2")
 
 @dataclass(frozen=True)
 class Servers:
-    """Two namespaces; `rate` is what the link between them lets through."""
+    """Two namespaces; the link between them lets `megabits` per second through if it is `limited`."""
 
     names: tuple[str, str]
-    rate: str
+    megabits: int
+    limited: bool
+
+    @property
+    def rate(self) -> str:
+        return f"{self.megabits} Mbit/s" if self.limited else "without a limit"
 
     def cut(self) -> None:
         _ip("-n", self.names[0], "link", "set", LINK, "down")
 
 
 @contextmanager
-def two_servers(rate: str) -> Iterator[Servers]:
+def two_servers(megabits: int) -> Iterator[Servers]:
     """Made, joined, limited; and removed with whatever still runs in them."""
     names = (f"counterpoint-{os.getpid()}-0", f"counterpoint-{os.getpid()}-1")
     with ExitStack() as stack:
@@ -35,7 +40,7 @@ def two_servers(rate: str) -> Iterator[Servers]:
             _ip("-n", name, "address", "add", f"{address}/24", "dev", LINK)
             for device in ("lo", LINK):
                 _ip("-n", name, "link", "set", device, "up")
-        yield Servers(names, rate if False not in [_limited(name, rate) for name in names] else "without a limit")
+        yield Servers(names, megabits, False not in [_limited(name, f"{megabits}mbit") for name in names])
 
 
 def _limited(name: str, rate: str) -> bool:

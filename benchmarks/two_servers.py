@@ -6,7 +6,7 @@ Losses are held against a loop in one process: the plain one for flush, the one 
 the link is cut in the middle of a run, and every process must stop within seconds with an error that says what it was
 waiting for. Needs root.
 
-    python benchmarks/two_servers.py --rate 200mbit
+    python benchmarks/two_servers.py --megabits 200
 """
 
 import argparse
@@ -111,7 +111,7 @@ def worker(arguments: argparse.Namespace) -> None:
     try:
         with Trainer(
             model, optimizer_of(model), example=batch_of(0), memory="4GiB", disk=disk, schedule=arguments.schedule,
-            microbatch=MICROBATCH, replicas=PER_SERVER, devices=DEVICES,
+            microbatch=MICROBATCH, replicas=PER_SERVER, devices=DEVICES, network=arguments.megabits * 125_000,
         ) as trainer:  # fmt: skip
             row["layers"] = [i for i, devices in enumerate(_writers(trainer)) if trainer.device in devices]
             for step in range(arguments.steps):
@@ -151,7 +151,7 @@ def launched(servers: Servers, schedule: str, steps: int, folder: Path) -> Itera
             command = ["ip", "netns", "exec", name, sys.executable, "-m", "torch.distributed.run", "--nnodes", "2"]
             command += ["--nproc-per-node", str(PER_SERVER), "--node-rank", str(number), "--master-addr", ADDRESSES[0]]
             command += ["--master-port", PORT, __file__, "--worker", "--schedule", schedule, "--steps", str(steps)]
-            command += ["--folder", str(folder)]
+            command += ["--folder", str(folder), "--megabits", str(servers.megabits)]
             said = stack.enter_context((folder / f"server-{number}.log").open("wb"))
             environment = os.environ | {"GLOO_SOCKET_IFNAME": LINK, "OMP_NUM_THREADS": "1"}
             agents.append(subprocess.Popen(command, env=environment, stdout=said, stderr=said, start_new_session=True))
@@ -250,7 +250,7 @@ def _terminate(number: int, frame: object) -> None:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--rate", default="200mbit", help="of the link, as tc has it")
+    parser.add_argument("--megabits", type=int, default=200, help="per second, of the link")
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--schedules", nargs="+", choices=("flush", "2bw"), default=["flush", "2bw"])
     parser.add_argument("--schedule", default="flush", help=argparse.SUPPRESS)
@@ -264,7 +264,7 @@ def main() -> int:
     well = True
     for schedule in arguments.schedules:
         for show in ("training", "cut"):
-            with tempfile.TemporaryDirectory() as name, two_servers(arguments.rate) as servers:
+            with tempfile.TemporaryDirectory() as name, two_servers(arguments.megabits) as servers:
                 if show == "training":
                     well &= show_training(servers, schedule, arguments.steps, Path(name))
                 else:

@@ -194,7 +194,7 @@ class Executor:
             tensor = job.call() if self.error is None else None
             if tensor is not None:
                 self.store.take(job.task.buffer, tensor)
-                self.outside.landed(job.task.buffer)
+                self.outside.headroom.landed(job.task.buffer)
             self.awaited.by_lane.pop(job.lane, None)
         except BaseException as error:
             self._fail(job, error)
@@ -256,7 +256,7 @@ class Executor:
             case Load(buffer, _):
                 self.outside.before_load(buffer)
                 self.store.load(buffer)
-                self.outside.landed(buffer)
+                self.outside.headroom.landed(buffer)
             case Evict(buffer, _):
                 self.store.evict(buffer)
             case Drop(buffer):

@@ -7,7 +7,7 @@ process as it is, and what it is about to allocate, would pass the limit togethe
 import threading
 from collections.abc import Callable
 
-from counterpoint.core.task import Task
+from counterpoint.core.task import Buffer, Task
 from counterpoint.runtime.memory import Pool
 from counterpoint.runtime.memory_process import HEAP_BYTES, resident_bytes, trim
 
@@ -24,8 +24,7 @@ class Headroom:
     each operation.
 
     Far below its limit a process keeps freed tensors of all sizes; what it is expected to grow to then, and is cut back
-    to if it does grow further, is its `target_bytes`. Near it, pages that go to and fro between heap and pool would
-    cost more than a copy: where freed tensors wait, `keeps_heap` says that the heap is to keep its size.
+    to if it does grow further, is its `target_bytes`.
     """
 
     def __init__(
@@ -35,17 +34,15 @@ class Headroom:
         limit_bytes: int,
         workspace_bytes: Callable[[Task], int],
         target_bytes: int | None = None,
-        keeps_heap: bool = False,
     ) -> None:
         """`base_bytes` is what the process takes beside its tensors and regions, `workspace_bytes` what a task does."""
         self.pool, self.workspace_bytes = pool, workspace_bytes
         self.base_bytes, self.limit_bytes = base_bytes, limit_bytes
-        self.keeps_heap = keeps_heap
         self.target_bytes = limit_bytes if target_bytes is None else target_bytes
         self.heap_bytes = HEAP_BYTES if target_bytes is None else _UNLIMITED  # tensors below that come from the heap
         self.expected_bytes = self._needed_bytes = self._coming_bytes = self._made_bytes = 0
         self._lock = threading.Lock()
-        self._under_way_bytes = 0
+        self._under_way: dict[Buffer, int] = {}
 
     @classmethod
     def without_limit(cls) -> "Headroom":
@@ -57,7 +54,7 @@ class Headroom:
         `outside_bytes` are those of tensors that live.
         """
         with self._lock:
-            resident = resident_bytes() + self._under_way_bytes
+            resident = self._occupied_bytes()
             waiting = max(0, resident - self.base_bytes - self.pool.mapped_bytes - outside_bytes)
             small = num_bytes - fresh_bytes
             least = fresh_bytes + max(small - waiting, 0)
@@ -65,7 +62,7 @@ class Headroom:
             regions = max(0, made_bytes - self.pool.free_bytes)
             excess = max(tensors - self.limit_bytes, least - self.target_bytes) + resident + regions
             if self._give_back(excess, made_bytes):
-                resident, tensors = resident_bytes() + self._under_way_bytes, num_bytes
+                resident, tensors = self._occupied_bytes(), num_bytes
             self.expected_bytes = resident + tensors + regions
             self._needed_bytes, self._made_bytes = num_bytes + regions, made_bytes
             self._coming_bytes = fresh_bytes if self.expected_bytes + fresh_bytes > self.limit_bytes else 0
@@ -76,31 +73,39 @@ class Headroom:
 
     def relieve(self) -> None:
         """Within a computation: free pages that lie in the way of what may come go back."""
-        self._give_back(resident_bytes() + self._under_way_bytes + self._coming_bytes - self.limit_bytes)
+        with self._lock:
+            self._give_back(self._occupied_bytes() + self._coming_bytes - self.limit_bytes)
 
-    def load(self, num_bytes: int) -> int:
-        """A region of so many bytes is about to be taken, beside a computation; what of it is under way then."""
+    def load(self, buffer: Buffer, num_bytes: int) -> None:
+        """A region of so many bytes is about to be taken, beside a computation."""
         free = max(0, self.pool.free_bytes - self._made_bytes)
-        return self.arrive(max(0, num_bytes - free), self._made_bytes + num_bytes)
+        self.arrive(buffer, max(0, num_bytes - free), self._made_bytes + num_bytes)
 
-    def arrive(self, num_bytes: int, kept_bytes: int = 0) -> int:
+    def arrive(self, buffer: Buffer, num_bytes: int, kept_bytes: int = 0) -> None:
         """So many bytes are about to come, beside a computation and so many free ones of regions.
 
-        They are under way until they have `landed`.
+        They are under way until the buffer has `landed`.
         """
         with self._lock:
-            expected = max(resident_bytes() + self._under_way_bytes, self.expected_bytes)
+            expected = max(self._occupied_bytes(), self.expected_bytes)
             if self._give_back(expected + num_bytes - self.limit_bytes, kept_bytes):
-                left = resident_bytes() + self._under_way_bytes + self._needed_bytes
-                self.expected_bytes = min(self.expected_bytes, left)
+                self.expected_bytes = min(self.expected_bytes, self._occupied_bytes() + self._needed_bytes)
             self.expected_bytes += num_bytes
-            self._under_way_bytes += num_bytes
-        return num_bytes
+            self._under_way[buffer] = num_bytes
 
-    def landed(self, num_bytes: int) -> None:
+    def landed(self, buffer: Buffer) -> None:
         """What was under way is resident."""
         with self._lock:
-            self._under_way_bytes -= num_bytes
+            self._under_way.pop(buffer, None)
+
+    def forget(self) -> None:
+        """Nothing is under way any more."""
+        with self._lock:
+            self._under_way.clear()
+
+    def _occupied_bytes(self) -> int:
+        """What is resident, and what will be."""
+        return resident_bytes() + sum(self._under_way.values())
 
     def _give_back(self, num_bytes: int, kept_bytes: int = 0) -> bool:
         """Free regions first, except so many bytes of them; whether the heap's free pages had to go too."""

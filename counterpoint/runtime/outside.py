@@ -10,12 +10,16 @@ _WIDENING = 4  # of a transformer's block, inside
 
 
 class Outside:
-    """Device memory outside the pool, where torch makes values."""
+    """Device memory outside the pool, where torch makes values.
+
+    It `stows` what autograd keeps in the pool where the heap is to keep its size: near a limit, pages that go to and
+    fro between the two would cost more than a copy.
+    """
 
     def __init__(self, store: Store, costs: Costs, headroom: Headroom) -> None:
         self.store, self.costs, self.headroom = store, costs, headroom
+        self.stows = False
         self.buffers: dict[Buffer, int] = {}
-        self._under_way: dict[Buffer, int] = {}
 
     def before_computation(self, task: Forward | Backward) -> None:
         outside, born, made = sum(self.buffers.values()), 0, 0
@@ -29,36 +33,31 @@ class Outside:
         self.headroom.compute(needed, self._fresh_bytes(task, needed), made, outside)
 
     def after_forward(self, task: Forward) -> None:
-        """Where the heap is to keep its size, what autograd keeps goes into the pool."""
-        if not self.headroom.keeps_heap:
+        """What autograd keeps has been made outside; it may go on into the pool."""
+        if not self.stows:
             return
         for buffer in (saved(layer, task.microbatch) for layer in task.saves):
             if buffer in self.store.saved and self.store.saved[buffer].sizes:
                 self.before_load(buffer)
                 self.store.stow(buffer)
-                self.landed(buffer)
+                self.headroom.landed(buffer)
                 self.dropped(buffer)
 
     def before_load(self, buffer: Buffer) -> None:
-        self._under_way[buffer] = self.headroom.load(self.costs.buffer_bytes(buffer))
+        self.headroom.load(buffer, self.costs.buffer_bytes(buffer))
 
     def before_arrival(self, buffer: Buffer) -> None:
         """What comes from a peer lies outside the pool."""
         self.buffers[buffer] = self.costs.buffer_bytes(buffer)
-        self._under_way[buffer] = self.headroom.arrive(self.buffers[buffer])
-
-    def landed(self, buffer: Buffer) -> None:
-        """What was loaded, or came from a peer, is there."""
-        self.headroom.landed(self._under_way.pop(buffer, 0))
+        self.headroom.arrive(buffer, self.buffers[buffer])
 
     def dropped(self, buffer: Buffer) -> None:
         self.buffers.pop(buffer, None)
 
     def forget(self) -> None:
-        """Nothing lies outside the pool any more."""
+        """Nothing lies outside the pool any more, or is on its way."""
         self.buffers.clear()
-        for buffer in tuple(self._under_way):
-            self.landed(buffer)
+        self.headroom.forget()
 
     def _fresh_bytes(self, task: Forward | Backward, needed_bytes: int) -> int:
         """What of a computation's memory cannot come from the heap: tensors that are too large for it.

@@ -124,8 +124,7 @@ class Engine:
             self.compute.updates.home = HomeUpdate(self.store, parts.rule)
         costs = Costs(self.chosen.profile, self.plan)
         workspace_bytes = Costs(self.profile, self.plan).workspace_bytes
-        limits = self.memory.limit_bytes, workspace_bytes, self.memory.target_bytes
-        headroom = Headroom(pool, self.base_bytes, *limits, keeps_heap=self.chosen.freed == "wait")
+        headroom = Headroom(pool, self.base_bytes, self.memory.limit_bytes, workspace_bytes, self.memory.target_bytes)
         let_be(self.chosen.freed)
         self.transport: Transport | None = None
         self.losses: LossExchange | None = None
@@ -141,6 +140,7 @@ class Engine:
             self.peers.on_failure = self.executor.lose
             devices = (self.executor, self.transport, self.compute, self.duties)
             self.losses, self.shared_buffers = LossExchange(*devices), BufferExchange(*devices)
+        self.executor.outside.stows = self.chosen.freed == "wait"
         self._evaluator = Evaluator(self.executor, self.compute, costs, self.plan, self.program.budgets, self.peers)
 
     @property

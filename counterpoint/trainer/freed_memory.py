@@ -21,6 +21,7 @@ from counterpoint.runtime.memory_process import give_back_freed_memory, keep_fre
 
 Freed = Literal["leave", "wait", "stay"]  # at once; in the heap, if they are small enough for it; all of them
 _WORTH_PERCENT = 30  # of a step
+_ROOM_PERCENT = 350  # of what most computations need: a heap of a steady size was seen to settle there
 _GROWTH_PERCENT = 40  # a heap of freed and living tensors of all sizes was seen to settle at 13 to 39 % more
 
 
@@ -72,13 +73,13 @@ def _has_plenty(profile: Profile, machine: Machine, plan: Plan, program: Program
 
 
 def _with_room(profile: Profile, machine: Machine, plan: Plan, program: Program) -> Profile:
-    """Room for three and a half times what most computations need for themselves, or for as much as there is."""
+    """Room for a few times what most computations need for themselves, or for as much as there is."""
     costs = Costs(profile, plan)
     room: dict[int, int] = {}
     for device in range(len(program.devices)):
         needs = [(t, need) for t, need in task_needs(program, costs, device) if isinstance(t, (Forward, Backward))]
         sizes = sorted(costs.workspace_bytes(task) for task, _ in needs)
-        most = sizes[len(sizes) * 9 // 10] * 7 // 2 if sizes else 0
+        most = sizes[len(sizes) * 9 // 10] * _ROOM_PERCENT // 100 if sizes else 0
         for task, need in needs:
             spare = max(0, min(most - costs.workspace_bytes(task), machine.devices[device].capacity_bytes - need))
             for layer in range(task.first, task.last + 1):

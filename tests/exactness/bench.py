@@ -185,8 +185,9 @@ def train(problem: Problem, setting: Setting, folder: Path) -> Trained:
             frame, store, rule, buffers, plan.num_microbatches, setting.seed, problem.autocast, problem.max_grad_norm
         )
         compute.updates.home = HomeUpdate(store, rule) if plan.host_layers else None
-        compute.headroom.keeps_heap = setting.stows
-        losses, moved = _run(program, Executor(store, compute, costs), problem, setting, schedule)
+        executor = Executor(store, compute, costs)
+        executor.outside.stows = setting.stows
+        losses, moved = _run(program, executor, problem, setting, schedule)
         return Trained(_outcome(store, rule, buffers, losses), program, costs, store, moved)
 
 

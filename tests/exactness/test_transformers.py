@@ -36,8 +36,9 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Batch]]] = {
 SETTINGS = [
     Setting("recompute", pack=1, budget=1.0, microbatch=2),
     Setting("evict", pack=2, budget=1.0, microbatch=3),
-    Setting("keep", pack=3, budget=1.3, microbatch=2, stows=True),
-    Setting("evict", pack=1, budget=1.5, microbatch=2, schedule="plain", stows=True),
+    Setting("keep", pack=3, budget=1.3, microbatch=2),
+    Setting("evict", pack=1, budget=1.5, microbatch=2, schedule="plain"),
+    Setting("evict", pack=1, budget=1.5, microbatch=2, stows=True),
     Setting("recompute", pack=3, budget=1.2, microbatch=3, schedule="plain"),
     Setting("keep", pack=1, budget=ALL_FITS, microbatch=6),
 ]

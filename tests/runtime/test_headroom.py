@@ -2,6 +2,7 @@
 
 import pytest
 
+from counterpoint.core.task import saved
 from counterpoint.runtime import headroom as subject
 from counterpoint.runtime.headroom import Headroom
 from counterpoint.runtime.memory import Pool
@@ -39,7 +40,7 @@ def test_far_below_it_only_what_has_outgrown_its_target_is_cut_back(
     headroom = Headroom(Pool(0), BASE, 10_000, lambda task: 0, target)
     headroom.compute(300, 0, 0, LIVE)
     assert process.cuts == cuts
-    headroom.load(300)  # beside a computation only the limit counts
+    headroom.load(saved(0, 0), 300)  # beside a computation only the limit counts
     assert process.cuts == cuts
 
 
@@ -55,10 +56,10 @@ def test_what_does_not_come_from_free_pages_counts_against_the_target(monkeypatc
 def test_what_is_under_way_counts_though_it_is_not_resident_yet(monkeypatch: pytest.MonkeyPatch) -> None:
     process = Process(monkeypatch, 700)
     headroom = Headroom(Pool(0), BASE, 850, lambda task: 0)
-    under_way = headroom.load(100)
+    headroom.load(saved(0, 0), 100)
     headroom.compute(102, 0, 0, LIVE)
-    assert (under_way, process.cuts) == (100, 1)
-    headroom.landed(under_way)
+    assert process.cuts == 1
+    headroom.landed(saved(0, 0))
     process.resident, process.cuts = 800, 0
     headroom.compute(100, 0, 0, LIVE)
     assert process.cuts == 0
