@@ -37,7 +37,7 @@ from counterpoint.trainer.agreement import agree, decide_together, share_buffers
 from counterpoint.trainer.chosen_plan import ChosenPlan
 from counterpoint.trainer.decision import decide, usable_bytes
 from counterpoint.trainer.evaluation import Evaluator
-from counterpoint.trainer.freed_memory import let_be, waiting_bytes
+from counterpoint.trainer.freed_memory import let_be, settled_bytes
 from counterpoint.trainer.initial_weights import blank_buffers, repeat
 from counterpoint.trainer.measured import measured
 from counterpoint.trainer.parts import Parts
@@ -105,9 +105,8 @@ class Engine:
         self.machine, self.program, self.forecast = chosen.machine, chosen.program, chosen.forecast
         self.chosen, self._current = chosen, chosen.program
         self.base_bytes += UPDATE_STAGING_BYTES if chosen.plan.host_layers else 0
-        live = self.base_bytes + self.forecast.tiers[self.device].peak_bytes
-        staying = waiting_bytes(chosen.profile, chosen.plan, self.part) if chosen.freed == "stay" else None
-        self.memory = ProcessMemory.of(wishes.memory_bytes, live, staying)
+        settled = settled_bytes(chosen.profile, chosen.plan, chosen.program, self.device, chosen.freed)
+        self.memory = ProcessMemory.of(wishes.memory_bytes, self.base_bytes + settled, chosen.freed == "stay")
         self.plan = ChosenPlan.of(chosen.plan, f"{describe(chosen.forecast)}\n{self.memory}")
 
     def _build(self, parts: Parts, wishes: Wishes, home: SharedHome | None) -> None:

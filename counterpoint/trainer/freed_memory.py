@@ -10,6 +10,7 @@ from typing import Literal
 from counterpoint.core.costs import Costs
 from counterpoint.core.errors import BudgetError
 from counterpoint.core.machine import Machine
+from counterpoint.core.memory import peaks_apart
 from counterpoint.core.plan import Plan
 from counterpoint.core.profile import Curve, LayerCost, Profile
 from counterpoint.core.program import DeviceProgram, Program
@@ -18,11 +19,11 @@ from counterpoint.core.timeline import Timeline
 from counterpoint.passes.residency import task_needs
 from counterpoint.planner.placement import Placement
 from counterpoint.runtime.memory_process import give_back_freed_memory, keep_freed_memory
+from counterpoint.runtime.store import FLAT_KINDS
 
 Freed = Literal["leave", "wait", "stay"]  # at once; in the heap, if they are small enough for it; all of them
 _WORTH_PERCENT = 30  # of a step
 _ROOM_PERCENT = 350  # of what most computations need: a heap of a steady size was seen to settle there
-_GROWTH_PERCENT = 40  # a heap of freed and living tensors of all sizes was seen to settle at 13 to 39 % more
 
 
 def let_be(freed: Freed) -> None:
@@ -54,12 +55,22 @@ def beside_freed(
 def waiting_bytes(profile: Profile, plan: Plan, part: DeviceProgram) -> int:
     """What of a device's freed tensors may wait beside a plan that was not placed with room for them."""
     costs = Costs(profile, plan)
-    return max((costs.workspace_bytes(task) for task in part.body), default=0) * 3 // 2
+    return max((costs.workspace_bytes(task) for task in part.body), default=0)
 
 
-def growth_bytes(live_bytes: int) -> int:
-    """What a process with so much alive may grow by, if all its freed tensors stay."""
-    return live_bytes * _GROWTH_PERCENT // 100
+def settled_bytes(profile: Profile, plan: Plan, program: Program, device: int, freed: Freed) -> int:
+    """What a device's regions and tensors come to while nothing makes them give back what is free.
+
+    What regions held does not go to tensors, nor the other way: their peaks add up. Where freed tensors stay or wait,
+    not every gap that one left suits the next; least of all where microbatches live side by side, and tensors of one
+    come to lie where another's largest computation was.
+    """
+    kinds = FLAT_KINDS | {"saved"} if freed == "wait" else FLAT_KINDS
+    settled = sum(peaks_apart(program, Costs(profile, plan), device, kinds))
+    if freed == "leave":
+        return settled
+    gaps = waiting_bytes(profile, plan, program.devices[device])
+    return settled + (gaps if freed == "stay" and program.num_microbatches > 1 else gaps // 4)
 
 
 def _has_plenty(profile: Profile, machine: Machine, plan: Plan, program: Program, timeline: Timeline) -> bool:

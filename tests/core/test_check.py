@@ -8,7 +8,7 @@ import pytest
 from counterpoint.core.check import check, refuse
 from counterpoint.core.costs import Costs
 from counterpoint.core.errors import ProgramError
-from counterpoint.core.memory import peak_bytes
+from counterpoint.core.memory import peak_bytes, peaks_apart
 from counterpoint.core.plan import Pack, Plan
 from counterpoint.core.profile import Curve, LayerCost, Profile, ValueCost
 from counterpoint.core.text import parse
@@ -303,6 +303,13 @@ def small_costs() -> Costs:
 def test_peak_is_that_of_a_walk_through_the_list() -> None:
     """Largest at U1: both weights, gradient and state of layer 1, two activation gradients."""
     assert peak_bytes(parse(SWAPPED), small_costs(), 0) == 100 + 100 + 100 + 200 + 2 * 7
+
+
+def test_peaks_apart_need_not_be_at_the_same_time() -> None:
+    """Weights, gradient and state at U1; three values beside a backward's workspace at B1."""
+    parts = peaks_apart(parse(SWAPPED), small_costs(), 0, {"weight", "grad", "state"})
+    assert parts == (100 + 100 + 100 + 200, 3 * 7 + 30)
+    assert sum(parts) > peak_bytes(parse(SWAPPED), small_costs(), 0)
 
 
 def test_budget() -> None:
