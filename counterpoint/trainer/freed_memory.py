@@ -13,7 +13,7 @@ from counterpoint.core.machine import Machine
 from counterpoint.core.memory import peaks_apart
 from counterpoint.core.plan import Plan
 from counterpoint.core.profile import Curve, LayerCost, Profile
-from counterpoint.core.program import DeviceProgram, Program
+from counterpoint.core.program import Program
 from counterpoint.core.task import Backward, Forward
 from counterpoint.core.timeline import Timeline
 from counterpoint.passes.residency import task_needs
@@ -38,7 +38,7 @@ def beside_freed(
     profile: Profile, machine: Machine, plan: Plan, program: Program, timeline: Timeline
 ) -> tuple[Profile, Program, Timeline, Freed]:
     """What the plan is placed by then; freed tensors leave if there is no room, or it costs more than it saves."""
-    if _has_plenty(profile, machine, plan, program, timeline):
+    if _has_plenty(profile, machine, plan, program):
         return profile, program, timeline, "stay"
     as_it_is: tuple[Profile, Program, Timeline, Freed] = profile, program, timeline, "leave"
     if plan.residency != "planned":
@@ -52,12 +52,6 @@ def beside_freed(
     return (roomier, placed, simulated, "wait") if worth else as_it_is
 
 
-def waiting_bytes(profile: Profile, plan: Plan, part: DeviceProgram) -> int:
-    """What of a device's freed tensors may wait beside a plan that was not placed with room for them."""
-    costs = Costs(profile, plan)
-    return max((costs.workspace_bytes(task) for task in part.body), default=0)
-
-
 def settled_bytes(profile: Profile, plan: Plan, program: Program, device: int, freed: Freed) -> int:
     """What a device's regions and tensors come to while nothing makes them give back what is free.
 
@@ -66,21 +60,18 @@ def settled_bytes(profile: Profile, plan: Plan, program: Program, device: int, f
     come to lie where another's largest computation was.
     """
     kinds = FLAT_KINDS | {"saved"} if freed == "wait" else FLAT_KINDS
-    settled = sum(peaks_apart(program, Costs(profile, plan), device, kinds))
+    costs = Costs(profile, plan)
+    settled = sum(peaks_apart(program, costs, device, kinds))
     if freed == "leave":
         return settled
-    gaps = waiting_bytes(profile, plan, program.devices[device])
-    return settled + (gaps if freed == "stay" and program.num_microbatches > 1 else gaps // 4)
+    largest = max(map(costs.workspace_bytes, program.devices[device].body), default=0)
+    return settled + (largest if freed == "stay" and program.num_microbatches > 1 else largest // 4)
 
 
-def _has_plenty(profile: Profile, machine: Machine, plan: Plan, program: Program, timeline: Timeline) -> bool:
-    """Whether every device has room for its peak and for all its freed tensors."""
-    peaks = timeline.peak_bytes()
-    for index, part in enumerate(program.devices):
-        peak = peaks.get(f"device {index}", 0) + waiting_bytes(profile, plan, part)
-        if peak > machine.devices[index].capacity_bytes:
-            return False
-    return True
+def _has_plenty(profile: Profile, machine: Machine, plan: Plan, program: Program) -> bool:
+    """Whether every device has room for all that comes together if freed tensors stay."""
+    devices = enumerate(machine.devices[: len(program.devices)])
+    return all(settled_bytes(profile, plan, program, i, "stay") <= device.capacity_bytes for i, device in devices)
 
 
 def _with_room(profile: Profile, machine: Machine, plan: Plan, program: Program) -> Profile:

@@ -11,7 +11,7 @@ from counterpoint.core.profile import Curve, LayerCost, Profile, ValueCost
 from counterpoint.core.task import Backward, Forward
 from counterpoint.passes.residency import smallest_budgets, task_needs
 from counterpoint.planner.placement import Placement
-from counterpoint.trainer.freed_memory import beside_freed
+from counterpoint.trainer.freed_memory import beside_freed, settled_bytes
 
 MIB, MS = 2**20, 10**6
 NUM_LAYERS, WORKSPACE = 12, 4 * MIB
@@ -73,11 +73,19 @@ def test_freed_tensors_stay_where_there_is_plenty() -> None:
     profile, machine = chain(), one_device(2**40, 10**9)
     program, timeline = Placement(profile, machine, PLAN).fastest()
     assert beside_freed(profile, machine, PLAN, program, timeline) == (profile, program, timeline, "stay")
-    peak = timeline.peak_bytes()["device 0"]
-    largest = max(Costs(profile, PLAN).workspace_bytes(task) for task in program.devices[0].body)
+    settled = settled_bytes(profile, PLAN, program, 0, "stay")
     for spare, expected in ((0, "stay"), (-1, "wait")):
-        machine = one_device(peak + largest + spare, 10**9)
+        machine = one_device(settled + spare, 10**9)
         assert beside_freed(profile, machine, PLAN, program, timeline)[3] == expected
+
+
+def test_what_stays_lies_beside_the_largest_computation() -> None:
+    profile, largest = chain(), 8 * WORKSPACE
+    program, timeline = Placement(profile, one_device(2**40, 10**9), PLAN).fastest()
+    parts = settled_bytes(profile, PLAN, program, 0, "leave")
+    assert parts >= timeline.peak_bytes()["device 0"]
+    assert settled_bytes(profile, PLAN, program, 0, "stay") == parts + largest
+    assert settled_bytes(profile, PLAN, program, 0, "wait") == parts + largest // 4
 
 
 def _wide(cost: LayerCost) -> LayerCost:
