@@ -22,6 +22,7 @@ import argparse
 import contextlib
 import json
 import os
+import signal
 import statistics
 import subprocess
 import sys
@@ -107,6 +108,7 @@ def main() -> None:
     parser.add_argument("--disk-limit", default="")
     parser.add_argument("--patience", type=float, default=3600, help="seconds after which a contender is given up")
     arguments = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda number, _: sys.exit(128 + number))  # the swap file must not stay behind
     table: dict[str, list[dict[str, Any]]] = {}
     for _ in range(arguments.rounds):
         for name in arguments.contenders:

@@ -279,6 +279,7 @@ def test_cgroup_folders_of_version_2_and_of_a_container(tmp_path: Path) -> None:
 
 KEPT = """
 import torch
+from counterpoint.core.task import saved
 from counterpoint.runtime.headroom import Headroom
 from counterpoint.runtime.memory import Pool
 from counterpoint.runtime.memory_process import keep_freed_memory, resident_bytes
@@ -291,7 +292,7 @@ del tensors[:-1]  # the last one keeps the heap from being cut back
 headroom = Headroom(Pool(0), before, before + (140 << 20), lambda task: 0)
 headroom.compute(60 << 20, 0, 0, 0)  # comes from what is free
 kept = resident_bytes() - before
-headroom.load(90 << 20)
+headroom.load(saved(0, 0), 90 << 20)
 left = resident_bytes() - before
 assert held > 90 << 20 and kept > 90 << 20 and left < 8 << 20, (held, kept, left)
 """
