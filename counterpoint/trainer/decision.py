@@ -24,14 +24,9 @@ _SLACK_BYTES = 32 << 20  # by which the process itself may differ from one start
 _PROBE_BYTES = 256 << 20
 
 
-def kept_by_allocator(live_bytes: int) -> int:
-    """What a process of that size may occupy beyond what it asked for."""
-    return live_bytes * _MARGIN_PERCENT // 100
-
-
 def margin_bytes(memory_bytes: int) -> int:
     """The part of the memory which is not planned with."""
-    return max(MARGIN_BYTES, kept_by_allocator(memory_bytes))
+    return max(MARGIN_BYTES, memory_bytes * _MARGIN_PERCENT // 100)
 
 
 @dataclass(frozen=True, slots=True)

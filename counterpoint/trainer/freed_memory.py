@@ -23,6 +23,7 @@ from counterpoint.runtime.store import FLAT_KINDS
 
 Freed = Literal["leave", "wait", "stay"]  # at once; in the heap, if they are small enough for it; all of them
 _WORTH_PERCENT = 30  # of a step
+_GAPS_PERCENT = 25  # of the largest computation, where no other microbatch lies in the gaps it leaves
 _ROOM_PERCENT = 350  # of what most computations need: a heap of a steady size was seen to settle there
 
 
@@ -65,7 +66,8 @@ def settled_bytes(profile: Profile, plan: Plan, program: Program, device: int, f
     if freed == "leave":
         return settled
     largest = max(map(costs.workspace_bytes, program.devices[device].body), default=0)
-    return settled + (largest if freed == "stay" and program.num_microbatches > 1 else largest // 4)
+    side_by_side = freed == "stay" and program.num_microbatches > 1
+    return settled + (largest if side_by_side else largest * _GAPS_PERCENT // 100)
 
 
 def _has_plenty(profile: Profile, machine: Machine, plan: Plan, program: Program) -> bool:

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from counterpoint.core.units import format_bytes
 from counterpoint.trainer.decision import MARGIN_BYTES, margin_bytes
 
-_UNSURE_PERCENT = 8  # processes were seen to settle up to 7 % above what was expected of them, and 2 % below
+_UNSURE_PERCENT = 8  # processes were seen to settle from 3 % below to 7 % above what was expected of them
 
 
 @dataclass(frozen=True, slots=True)
