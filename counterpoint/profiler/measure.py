@@ -7,7 +7,6 @@ from statistics import median
 
 import torch
 from torch import Tensor
-from torch.utils.hooks import RemovableHandle
 
 from counterpoint.core.profile import Curve, LayerCost, Profile, ValueCost
 from counterpoint.decomposer.chain import Chain, Layer
@@ -115,10 +114,10 @@ class _Runner:
     def __init__(self, chain: Chain, layer: Layer, autocast: torch.dtype | None) -> None:
         self.chain, self.layer, self.autocast = chain, layer, autocast
         self.parameters: dict[str, Tensor] = {}
-        self.targets: dict[str, Tensor] = {}
         for name in (*layer.parameters, *layer.tied):
             spec = chain.parameters[name]
             self.parameters[name] = _stand_in(spec.shape, spec.dtype).requires_grad_(spec.requires_grad)
+        self.targets = {name: torch.zeros_like(t) for name, t in self.parameters.items() if t.requires_grad}
         self.buffers = {name: _stand_in(chain.buffers[name].shape, chain.buffers[name].dtype) for name in layer.buffers}
 
     def samples(self, sizes: Sequence[int], limit_bytes: int | None) -> dict[int, _Sample]:
@@ -148,7 +147,6 @@ class _Runner:
         """Of forward and backward; short ones several times, the sizes in turn so that a drift hits all alike."""
         found: dict[int, list[tuple[int, int]]] = {size: [] for size in sizes}
         spent = dict.fromkeys(sizes, 0)
-        self.targets = {n: torch.zeros_like(t) for n, t in self.parameters.items() if t.requires_grad}
         for _ in range(_MOST_TIMES):
             for size in sizes:
                 if spent[size] < _ENOUGH_NS:
@@ -184,11 +182,9 @@ class _Runner:
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             outputs = self._forward(inputs)
-        saved_bytes = storage_bytes(kept)
-        kept.clear()
-        with Meter([*fixed, *inputs]) as meter:
-            self._backward(outputs)
-        return forward_peak, saved_bytes, meter.peak_bytes
+        with Meter([*fixed, *self.targets.values(), *inputs, *kept]) as meter:
+            self._backward(outputs, set())
+        return forward_peak, storage_bytes(kept), meter.peak_bytes
 
     def _inputs(self, size: int) -> list[Tensor]:
         return [_stand_in(self.chain.values[i].shape_at(size), self.chain.values[i].dtype) for i in self.layer.inputs]
@@ -201,13 +197,11 @@ class _Runner:
         with CPU.autocast(self.autocast):
             return self.layer.run(self.parameters, self.buffers, leaves)[0]
 
-    def _backward(self, outputs: tuple[Tensor, ...], started: set[str] | None = None) -> None:
-        """Gradients go nowhere, or to the targets, some of which have been `started`."""
+    def _backward(self, outputs: tuple[Tensor, ...], started: set[str]) -> None:
+        """Gradients go to the targets, some of which have been `started`."""
         roots = [output for output in outputs if output.requires_grad]
-        hooks: list[RemovableHandle] = []
-        if started is not None:
-            leaves = ((n, t) for n, t in self.parameters.items() if t.requires_grad)
-            hooks = [hook for n, leaf in leaves for hook in collect_into(self.targets[n], n, leaf, started)]
+        leaves = ((n, t) for n, t in self.parameters.items() if t.requires_grad)
+        hooks = [hook for n, leaf in leaves for hook in collect_into(self.targets[n], n, leaf, started)]
         if roots:
             torch.autograd.backward(roots, [torch.ones_like(root) for root in roots])
         for hook in hooks:

@@ -56,14 +56,13 @@ class Headroom:
         with self._lock:
             resident = self._occupied_bytes()
             waiting = max(0, resident - self.base_bytes - self.pool.mapped_bytes - outside_bytes)
-            small = num_bytes - fresh_bytes
-            least = fresh_bytes + max(small - waiting, 0)
-            tensors = max(least, fresh_bytes + small // 2)  # free pages do not always lie where they fit
+            least = fresh_bytes + max(num_bytes - fresh_bytes - waiting, 0)
             regions = max(0, made_bytes - self.pool.free_bytes)
-            excess = max(tensors - self.limit_bytes, least - self.target_bytes) + resident + regions
+            # Free pages of the heap do not always lie where they fit; near the limit they are not counted on.
+            excess = max(num_bytes - self.limit_bytes, least - self.target_bytes) + resident + regions
             if self._give_back(excess, made_bytes):
-                resident, tensors = self._occupied_bytes(), num_bytes
-            self.expected_bytes = resident + tensors + regions
+                resident = self._occupied_bytes()
+            self.expected_bytes = resident + num_bytes + regions
             self._needed_bytes, self._made_bytes = num_bytes + regions, made_bytes
             self._coming_bytes = fresh_bytes if self.expected_bytes + fresh_bytes > self.limit_bytes else 0
 
@@ -74,7 +73,7 @@ class Headroom:
     def relieve(self) -> None:
         """Within a computation: free pages that lie in the way of what may come go back."""
         with self._lock:
-            self._give_back(self._occupied_bytes() + self._coming_bytes - self.limit_bytes)
+            self._give_back(self._occupied_bytes() + self._coming_bytes - min(self.limit_bytes, self.target_bytes))
 
     def load(self, buffer: Buffer, num_bytes: int) -> None:
         """A region of so many bytes is about to be taken, beside a computation."""

@@ -14,7 +14,7 @@ from counterpoint.core.memory import peaks_apart
 from counterpoint.core.plan import Plan
 from counterpoint.core.profile import Curve, LayerCost, Profile
 from counterpoint.core.program import Program
-from counterpoint.core.task import Backward, Forward
+from counterpoint.core.task import Backward, Forward, Task, saved
 from counterpoint.core.timeline import Timeline
 from counterpoint.passes.residency import task_needs
 from counterpoint.planner.placement import Placement
@@ -23,8 +23,8 @@ from counterpoint.runtime.store import FLAT_KINDS
 
 Freed = Literal["leave", "wait", "stay"]  # at once; in the heap, if they are small enough for it; all of them
 _WORTH_PERCENT = 30  # of a step
-_GAPS_PERCENT = 25  # of the largest computation, where no other microbatch lies in the gaps it leaves
-_ROOM_PERCENT = 350  # of what most computations need: a heap of a steady size was seen to settle there
+_GAPS_PERCENT = 25  # of what the largest computation has in hand, where no other microbatch lies in the gaps it leaves
+_ROOM_PERCENT = 350  # of what most computations have in hand: a heap of a steady size was seen to settle there
 
 
 def let_be(freed: Freed) -> None:
@@ -65,9 +65,17 @@ def settled_bytes(profile: Profile, plan: Plan, program: Program, device: int, f
     settled = sum(peaks_apart(program, costs, device, kinds))
     if freed == "leave":
         return settled
-    largest = max(map(costs.workspace_bytes, program.devices[device].body), default=0)
+    largest = max((_in_hand(task, costs) for task in program.devices[device].body), default=0)
     side_by_side = freed == "stay" and program.num_microbatches > 1
     return settled + (largest if side_by_side else largest * _GAPS_PERCENT // 100)
+
+
+def _in_hand(task: Task, costs: Costs) -> int:
+    """What a computation makes for itself, and the most that autograd has saved of one of its layers."""
+    if not isinstance(task, (Forward, Backward)):
+        return 0
+    layers = range(task.first, task.last + 1)
+    return costs.workspace_bytes(task) + max(costs.buffer_bytes(saved(layer, 0)) for layer in layers)
 
 
 def _has_plenty(profile: Profile, machine: Machine, plan: Plan, program: Program) -> bool:
@@ -77,12 +85,12 @@ def _has_plenty(profile: Profile, machine: Machine, plan: Plan, program: Program
 
 
 def _with_room(profile: Profile, machine: Machine, plan: Plan, program: Program) -> Profile:
-    """Room for a few times what most computations need for themselves, or for as much as there is."""
+    """Room for a few times what most computations have in hand, or for as much as there is."""
     costs = Costs(profile, plan)
     room: dict[int, int] = {}
     for device in range(len(program.devices)):
         needs = [(t, need) for t, need in task_needs(program, costs, device) if isinstance(t, (Forward, Backward))]
-        sizes = sorted(costs.workspace_bytes(task) for task, _ in needs)
+        sizes = sorted(_in_hand(task, costs) for task, _ in needs)
         most = sizes[len(sizes) * 9 // 10] * _ROOM_PERCENT // 100 if sizes else 0
         for task, need in needs:
             spare = max(0, min(most - costs.workspace_bytes(task), machine.devices[device].capacity_bytes - need))

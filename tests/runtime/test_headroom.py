@@ -23,8 +23,8 @@ class Process:
         return True
 
 
-@pytest.mark.parametrize(("limit", "cuts"), [(850, 0), (849, 1)])
-def test_near_its_limit_half_of_a_computation_counts_as_new(
+@pytest.mark.parametrize(("limit", "cuts"), [(1000, 0), (999, 1)])
+def test_near_its_limit_all_of_a_computation_counts_as_new(
     limit: int, cuts: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     process = Process(monkeypatch, 700)
@@ -44,6 +44,20 @@ def test_far_below_it_only_what_has_outgrown_its_target_is_cut_back(
     assert process.cuts == cuts
 
 
+def test_what_outgrows_its_target_within_a_computation_is_cut_back_between_layers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    process = Process(monkeypatch, 500)
+    headroom = Headroom(Pool(0), BASE, 10_000, lambda task: 0, 700)
+    headroom.compute(200, 0, 0, LIVE)
+    process.resident = 700
+    headroom.relieve()
+    assert process.cuts == 0
+    process.resident = 701
+    headroom.relieve()
+    assert process.cuts == 1
+
+
 def test_what_does_not_come_from_free_pages_counts_against_the_target(monkeypatch: pytest.MonkeyPatch) -> None:
     process = Process(monkeypatch, 700)
     headroom = Headroom(Pool(0), BASE, 10_000, lambda task: 0, 800)
@@ -57,9 +71,9 @@ def test_what_is_under_way_counts_though_it_is_not_resident_yet(monkeypatch: pyt
     process = Process(monkeypatch, 700)
     headroom = Headroom(Pool(0), BASE, 850, lambda task: 0)
     headroom.load(saved(0, 0), 100)
-    headroom.compute(102, 0, 0, LIVE)
+    headroom.compute(51, 0, 0, LIVE)
     assert process.cuts == 1
     headroom.landed(saved(0, 0))
     process.resident, process.cuts = 800, 0
-    headroom.compute(100, 0, 0, LIVE)
+    headroom.compute(50, 0, 0, LIVE)
     assert process.cuts == 0
