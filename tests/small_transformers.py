@@ -101,8 +101,11 @@ def untied_bert() -> nn.Module:
     return bert(tie_word_embeddings=False)
 
 
-def t5() -> nn.Module:
-    """The embedding has three users, the position tables of encoder and decoder one in each block."""
+def t5(use_cache: bool = False) -> nn.Module:
+    """The embedding has three users, the position tables of encoder and decoder one in each block.
+
+    With a key-value cache it copies its keys, and on some processors a product with the copy rounds differently.
+    """
     config = transformers.T5Config(
         num_layers=2,
         d_model=32,
@@ -112,6 +115,7 @@ def t5() -> nn.Module:
         vocab_size=VOCABULARY,
         dropout_rate=0.0,
         decoder_start_token_id=0,
+        use_cache=use_cache,
     )
     return transformers.T5ForConditionalGeneration(config)
 

@@ -95,7 +95,9 @@ class _Sweep:
         """The furthest next use per byte moved, counting only the room that is wanted."""
         wanted = self.held - self.budget
         best_score, best = 0.0, -1
-        for key in tuple(self.keys):
+        for key in [key for key in self.keys if key[1]]:
+            self._top(True, self.heaps[key], position)  # what costs less by now is among the others afterwards
+        for key in self.keys:
             top = self._top(key[1], self.heaps[key], position)
             if top is not None:
                 size = self.body.gaps[top[1]].size

@@ -1,5 +1,6 @@
 """Hugging Face models: bit for bit the loss and gradients of the plain model, at any batch size."""
 
+import copy
 from collections.abc import Callable
 from functools import cache
 
@@ -190,6 +191,19 @@ def test_packed_sequences_as_transformers_sees_them(use_cache: bool, check_same:
     chain = decompose(model, batch)
     assert model.config.use_cache is use_cache
     check_same(chain, model, batch, lambda plain: plain(**batch).loss)
+
+
+def test_a_cache_is_left_out_and_changes_the_last_bits_at_most() -> None:
+    model, batch = t5(use_cache=True).train(), padded(3)
+    expected = copy.deepcopy(model)
+    expected(**batch).loss.backward()
+    chain = decompose(model, batch)
+    assert model.config.use_cache is True
+    loss, _ = chain.run(dict(model.named_parameters()), dict(model.named_buffers()), batch)
+    loss.backward()
+    for found, plain in zip(model.parameters(), expected.parameters(), strict=True):
+        assert found.grad is not None
+        torch.testing.assert_close(found.grad, plain.grad, rtol=1e-5, atol=1e-6)
 
 
 def _names(chain: Chain) -> list[str]:
