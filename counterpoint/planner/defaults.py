@@ -10,7 +10,7 @@ from counterpoint.core.outline import Outline
 from counterpoint.core.plan import SCHEDULES, Pack, Plan, equal_packs
 from counterpoint.core.profile import Profile
 from counterpoint.core.program import reads, renames, writes
-from counterpoint.core.task import Backward, Forward, Task, Update
+from counterpoint.core.task import Backward, Forward, Task
 from counterpoint.planner.names import nearest
 from counterpoint.planner.partition import balanced, packs_within
 from counterpoint.planner.servers import num_servers, refuse_schedule
@@ -172,11 +172,13 @@ class _Draft:
         return task_bytes(Forward(first, last, 0, 0), self.costs, self.outline)
 
     def backward_bytes(self, first: int, last: int, recompute: bool = True) -> int:
-        """A backward and the update that follows it."""
+        """A backward, and the updates that follow it while the other layers' weights and gradients are there."""
         backward = task_bytes(Backward(first, last, 0, 0, 0, recompute), self.costs, self.outline)
-        return max(
-            backward, 0 if self.wishes.host_update else task_bytes(Update(first, last, 0), self.costs, self.outline)
-        )
+        return backward if self.wishes.host_update else max(backward, self.update_bytes(first, last))
+
+    def update_bytes(self, first: int, last: int) -> int:
+        layers = self.profile.layers[first : last + 1]
+        return sum(c.weight_bytes + c.grad_bytes for c in layers) + max(c.state_bytes for c in layers)
 
     def largest_layer_bytes(self) -> int:
         return max(self.backward_bytes(layer, layer) for layer in range(len(self.profile.layers)))

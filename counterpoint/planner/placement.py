@@ -20,7 +20,7 @@ from counterpoint.planner.servers import num_servers, refuse_far_updates
 from counterpoint.schedules import write_program
 from counterpoint.simulator import simulate
 
-AHEADS = (0, 1, 2)  # computations beside which transfers have room, least traffic first
+AHEADS = (0, 1, 2, 4, 6)  # computations beside which transfers have room, least traffic first
 USUAL_AHEAD = 1
 STEPS = 3  # to simulate: the last of them is as all that follow
 MOST_TASKS = 6_000  # larger programs are placed in the usual way only

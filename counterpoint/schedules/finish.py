@@ -18,7 +18,7 @@ def close(place: Place, step: int) -> list[Task]:
     tasks = reduce_shared(place, step)
     if place.plan.clipping:
         return tasks + _norm_rest(place, step) + update_all(place, step)
-    return tasks + [_update(place, item.layer, item.layer, step) for item in reversed(place.shared) if item.updates]
+    return tasks + [_update(place, item.layer, step) for item in reversed(place.shared) if item.updates]
 
 
 def reduce_pack(place: Place, pack: Backward) -> list[Task]:
@@ -44,9 +44,9 @@ def norm_all(place: Place, step: int) -> list[Task]:
 
 def update_all(place: Place, step: int) -> list[Task]:
     """Clip if asked, then update in ascending order: what the next step needs first is ready first."""
-    spans = [span for pack in place.backwards for span in _spans(place, pack) if _has_duty(place, span)]
-    spans += [(item.layer, item.layer) for item in place.shared if item.updates]
-    updates: list[Task] = [_update(place, first, last, step) for first, last in sorted(spans)]
+    layers = [layer for pack in place.backwards for layer in _updated_layers(place, pack)]
+    layers += [item.layer for item in place.shared if item.updates]
+    updates: list[Task] = [_update(place, layer, step) for layer in sorted(layers)]
     return [Clip(step, place.pipeline), *updates] if _clips(place) else updates
 
 
@@ -63,17 +63,19 @@ def _norm_rest(place: Place, step: int) -> list[Task]:
 
 
 def _update_pack(place: Place, pack: Backward) -> list[Task]:
-    spans = [span for span in _spans(place, pack) if _has_duty(place, span)]
-    return [_update(place, first, last, pack.step) for first, last in spans]
+    return [_update(place, layer, pack.step) for layer in reversed(_updated_layers(place, pack))]
 
 
-def _update(place: Place, first: int, last: int, step: int) -> Update:
-    plan, host = place.plan, _on_host(place, first)
-    return Update(first, last, step, host=host, clipped=plan.clipping, keeps_old=place.delay > 0)
+def _update(place: Place, layer: int, step: int) -> Update:
+    plan, host = place.plan, _on_host(place, layer)
+    return Update(layer, layer, step, host=host, clipped=plan.clipping, keeps_old=place.delay > 0)
 
 
-def _has_duty(place: Place, span: tuple[int, int]) -> bool:
-    return updates_layer(place.plan, span[0], place.replica)
+def _updated_layers(place: Place, pack: Backward) -> list[int]:
+    """One after the other: the state of one comes while another's is updated, and never has all of it to be there."""
+    layers = [layer for first, last in _spans(place, pack) for layer in range(first, last + 1)]
+    outline, plan = place.outline, place.plan
+    return [i for i in layers if outline.layers[i].has_weights and updates_layer(plan, i, place.replica)]
 
 
 def _clips(place: Place) -> bool:

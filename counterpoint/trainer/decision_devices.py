@@ -8,10 +8,9 @@ from counterpoint.core.errors import BudgetError
 from counterpoint.core.machine import Device, Home, Link, Machine, Tier
 from counterpoint.core.plan import Plan
 from counterpoint.core.profile import Profile
-from counterpoint.core.program import Program
-from counterpoint.core.timeline import Timeline
 from counterpoint.planner.defaults import PIPELINES, REPLICATED, PlanWishes, default_plan
 from counterpoint.planner.forecast import flushing, forecast, run
+from counterpoint.planner.placement import Placement
 from counterpoint.planner.search import Freedom
 from counterpoint.planner.servers import arrangements, num_servers
 from counterpoint.trainer.decision import Decision, beside_staging, large_updates, this_machine, with_home_updates
@@ -28,26 +27,26 @@ def decide_for_devices(
 ) -> Decision:
     """Simulate the candidates, or take the plan that is given; BudgetError if none fits."""
     profile = with_home_updates(profile, machine)
-    best: tuple[Plan, Program, Timeline] | None = None
+    best: tuple[Plan, int] | None = None
     refusal: BudgetError | ValueError | None = None
     for candidate in [plan] if plan is not None else _candidates(profile, machine, freedom, replicas):
         if isinstance(candidate, ValueError):
             refusal = refusal or candidate
             continue
         try:
-            program, timeline = run(profile, beside_staging(machine, candidate.host_layers), candidate, steps=4)
+            _, timeline = Placement(profile, beside_staging(machine, candidate.host_layers), candidate).simulated()
         except (BudgetError, ValueError) as error:
             refusal = error if refusal is None or isinstance(error, BudgetError) else refusal
             continue
-        if best is None or timeline.step_ns < best[2].step_ns:
-            best = candidate, program, timeline
+        if best is None or timeline.step_ns < best[1]:
+            best = candidate, timeline.step_ns
     if best is None:
         assert refusal is not None
         raise refusal
-    machine = beside_staging(machine, best[0].host_layers)
-    profile, program, timeline, freed = beside_freed(profile, machine, *best)
-    found = forecast(profile, machine, best[0], program, timeline)
-    return Decision(machine, best[0], program, found, profile, freed)
+    chosen, machine = best[0], beside_staging(machine, best[0].host_layers)
+    profile, program, timeline, freed = beside_freed(profile, machine, chosen, *run(profile, machine, chosen, steps=4))
+    found = forecast(profile, machine, chosen, program, timeline)
+    return Decision(machine, chosen, program, found, profile, freed)
 
 
 def with_flush_steps(decision: Decision, flush_steps: int) -> Decision:
