@@ -74,6 +74,16 @@ def test_2bw_overlaps_the_all_reduce_with_the_next_minibatch() -> None:
     assert computed(program, 6)[-2] == Clip(0, (0, 2, 4, 6))
 
 
+def test_a_pack_is_updated_layer_by_layer_what_has_no_weights_left_out() -> None:
+    layers = (LayerOutline(), LayerOutline(), LayerOutline(has_weights=False), LayerOutline())
+    outline = Outline(layers, chain_outline(4).values)
+    packs = equal_packs(4, 2)
+    for clipping, updated in ((False, [3, 1, 0]), (True, [0, 1, 3])):
+        plan = Plan("harmony", 2, 1, packs, packs[:1], ("recompute",) * 2, clipping=clipping)
+        updates = [task for task in computed(write_program(plan, outline), 0) if isinstance(task, Update)]
+        assert updates == [Update(layer, layer, 0, clipped=clipping) for layer in updated]
+
+
 def test_flush_runs_ahead_by_the_stages_that_follow() -> None:
     program = write_program(pipeline("flush"), chain_outline(4))
     assert trace(program, 1, 1) == "F1⁰ F2⁰ F3⁰ B1⁰ F4⁰ B2⁰ B3⁰ B4⁰ U→W1"
