@@ -27,7 +27,7 @@ class ProcessMemory:
         """`settled_bytes` are what the process is expected to come to without a limit."""
         limit = memory_bytes - max(MARGIN_BYTES, margin_bytes(memory_bytes) // 2)  # for what nobody foresees
         peak = settled_bytes + max(MARGIN_BYTES, settled_bytes * _UNSURE_PERCENT // 100)
-        peak = min((limit + memory_bytes) // 2, peak)  # cut back at the limit, it was never seen that far above it
+        peak = min(memory_bytes, peak)
         return cls(memory_bytes, peak, limit, min(limit, settled_bytes) if freed_stay else None)
 
     def __str__(self) -> str:
