@@ -19,6 +19,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from types import SimpleNamespace
 from typing import Any
 
 from crew import Row, run_devices, seconds_of, take_turns, tell
@@ -35,7 +36,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 KINDS = {"weight": "weights", "grad": "grads", "state": "state"}
 TURN_SECONDS = 3600.0
-MEMORY = "6GiB"  # more than a process takes: what programs may use is given by hand, whatever Python itself needs
+MEMORY = "6GiB"  # to begin with; what programs may use is given by hand, whatever Python itself needs
 
 
 def build(arguments: argparse.Namespace) -> Any:
@@ -66,7 +67,7 @@ def worker(arguments: argparse.Namespace) -> None:
     import torch
 
     from counterpoint import Trainer
-    from counterpoint.trainer import engine
+    from counterpoint.runtime.memory_process import peak_resident_bytes, reset_peak_resident
 
     torch.set_num_threads(1)
     batches = [batch_of(arguments, seed) for seed in range(arguments.steps + 1)]
@@ -78,20 +79,39 @@ def worker(arguments: argparse.Namespace) -> None:
     if "residency" in options:
         options |= {"pack": 1, "activations": "recompute"}
     budget = int(4 * weight_bytes * arguments.share / arguments.devices)
-    engine.usable_bytes = lambda memory_bytes, base_bytes: budget
+    _hold_to(budget)
     with Trainer(model, optimizer, example=batches[0], memory=MEMORY, disk=arguments.folder, **options) as trainer:
         print(trainer.describe(), file=sys.stderr, flush=True)
         row: Row = {"seconds": [], "moved": [], "weight_bytes": weight_bytes, "losses": []}
         for batch in batches:
+            reset_peak_resident()
             begin = time.monotonic()
             row["losses"].append(trainer.step(batch))
             row["seconds"].append(time.monotonic() - begin)
             facts = trainer.statistics()
             row["moved"].append(facts.read_bytes + facts.written_bytes)
+            row["resident"] = peak_resident_bytes() - trainer.base_bytes
         trainer.settle()
         row |= {"budget": budget, "program": _program_bytes(trainer), "plan": str(trainer.plan)}
         row["forecast"] = trainer.forecast.step_ns / 1e9
     tell(row)
+
+
+def _hold_to(budget: int) -> None:
+    """Programs may use `budget`, and the whole process what it takes without them besides."""
+    from counterpoint.trainer import decision, engine
+
+    base: list[int] = []
+
+    def usable_bytes(memory_bytes: int, base_bytes: int) -> int:
+        base.append(base_bytes)
+        return budget
+
+    def of(memory_bytes: int, settled_bytes: int, freed_stay: bool) -> Any:
+        return whole.of(decision.memory_with(budget, base[-1]), settled_bytes, freed_stay)
+
+    whole = engine.ProcessMemory
+    engine.usable_bytes, engine.ProcessMemory = usable_bytes, SimpleNamespace(of=of)  # type: ignore[assignment,misc]
 
 
 def _replicas(name: str, devices: int) -> int:
@@ -124,6 +144,7 @@ def turn(name: str, limit: str, arguments: argparse.Namespace) -> Row:
     return rows[0] | {
         "seconds": [max(step) for step in zip(*(row["seconds"] for row in rows), strict=True)][1:],
         "moved": statistics.median([sum(step) for step in zip(*(row["moved"] for row in rows), strict=True)][1:]),
+        "resident": max(row["resident"] for row in rows),
     }
 
 
@@ -177,7 +198,7 @@ def _print_table(limit: str, table: dict[str, list[Row]], arguments: argparse.Na
     )
     print(f" m = {arguments.m}, {arguments.devices} devices of {format_bytes(first['budget'])}, {disk}")
     medians = {name: statistics.median([s for row in rows for s in row["seconds"]]) for name, rows in table.items()}
-    print(f"{'':12}{'s/step':>8}{'forecast':>9}{'swapped':>12}{'program':>12}", end="")
+    print(f"{'':12}{'s/step':>8}{'forecast':>9}{'resident':>10}{'swapped':>12}{'program':>12}", end="")
     print(f"{'weights/|W|':>17}{'grads/|W|':>16}{'state/|K|':>16}{'pp-lru':>8}{'dp-lru':>8}")
     for name, rows in table.items():
         row = rows[0]
@@ -185,7 +206,8 @@ def _print_table(limit: str, table: dict[str, list[Row]], arguments: argparse.Na
         program = format_bytes(sum(row["program"].values()))
         ratios = [medians[base] / medians[name] if base in medians else None for base in ("pp-lru", "dp-lru")]
         shares = "".join(_beside(kind, row, name, arguments) for kind in KINDS.values())
-        times = f"{medians[name]:8.2f}{row['forecast']:9.2f}"
+        resident = format_bytes(max(r["resident"] for r in rows))
+        times = f"{medians[name]:8.2f}{row['forecast']:9.2f}{resident:>10}"
         print(f"{name:12}{times}{moved:>12}{program:>12}{shares}" + "".join(_times(ratio) for ratio in ratios))
 
 

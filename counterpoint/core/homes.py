@@ -8,6 +8,8 @@ from counterpoint.core.profile import Profile
 from counterpoint.core.task import PER_MICROBATCH, Buffer
 from counterpoint.core.units import format_bytes
 
+UPDATE_STAGING_BYTES = 24 << 20  # memory through which layers are updated at home
+
 
 @dataclass(frozen=True, slots=True)
 class Homes:

@@ -1,7 +1,7 @@
 """What was measured, or counted, of a model: per layer times and bytes as functions of the microbatch size."""
 
 from bisect import bisect_left
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from counterpoint.core.outline import LayerOutline, Outline, Value
 
@@ -35,6 +35,10 @@ class Curve:
         """`fixed` plus `value` per sample."""
         return Curve(((1, fixed + value), (2, fixed + 2 * value)))
 
+    def plus(self, other: "Curve", percent: int = 100) -> "Curve":
+        """Each point with so many percent of what the other has there."""
+        return Curve(tuple((size, value + other.at(size) * percent // 100) for size, value in self.points))
+
     def at(self, size: int) -> int:
         if len(self.points) == 1:
             known, value = self.points[0]
@@ -52,7 +56,8 @@ class LayerCost:
     """One layer. `backward_ns` does not include recompute; `saved_bytes` is what autograd keeps without recompute.
 
     The workspaces are what a forward or backward needs for its own duration beyond what it reads and writes.
-    `old_bytes` is what weights take that are only computed with, 0 if that is no less than `weight_bytes`.
+    `old_bytes` is what weights take that are only computed with, 0 if that is no less than `weight_bytes`. The fresh
+    times are what it takes longer if all memory that it makes comes from the operating system.
     """
 
     name: str
@@ -69,6 +74,8 @@ class LayerCost:
     backward_workspace_bytes: Curve = ZERO
     tied: tuple[int, ...] = ()
     old_bytes: int = 0
+    forward_fresh_ns: Curve = ZERO
+    backward_fresh_ns: Curve = ZERO
 
     def __post_init__(self) -> None:
         for name in (
@@ -81,6 +88,15 @@ class LayerCost:
                 f"layer {self.name!r}: old weights of {self.old_bytes} bytes must be smaller than the newest of "
                 f"{self.weight_bytes}; give 0 if they are not"
             )
+
+    def with_fresh(self, percent: int) -> "LayerCost":
+        return replace(
+            self,
+            forward_ns=self.forward_ns.plus(self.forward_fresh_ns, percent),
+            backward_ns=self.backward_ns.plus(self.backward_fresh_ns, percent),
+            forward_fresh_ns=ZERO,
+            backward_fresh_ns=ZERO,
+        )
 
     @property
     def two_versions_bytes(self) -> int:
@@ -115,6 +131,10 @@ class Profile:
             tuple(LayerOutline(c.weight_bytes > 0, c.constant_bytes > 0, c.tied, c.old_bytes > 0) for c in self.layers),
             tuple(Value(v.producer, v.consumers, v.has_grad) for v in self.values),
         )
+
+    def with_fresh(self, percent: int) -> "Profile":
+        """As it is when so much of what computations make comes from the operating system: that is in their times."""
+        return replace(self, layers=tuple(layer.with_fresh(percent) for layer in self.layers))
 
     @property
     def weight_bytes(self) -> int:

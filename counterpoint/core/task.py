@@ -10,6 +10,7 @@ from typing import Literal, NamedTuple, TypeAlias
 BufferKind: TypeAlias = Literal[
     "weight", "old", "constant", "grad", "state", "activation", "activation_grad", "saved", "norm", "clip"
 ]
+PER_LAYER = frozenset(("weight", "old", "constant", "grad", "state"))
 PER_MICROBATCH = frozenset(("activation", "activation_grad", "saved"))
 
 

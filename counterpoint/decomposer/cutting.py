@@ -4,6 +4,8 @@ Every segment is built around at least one heavy node: a product with parameters
 heavy nodes in a row the best place to cut is the one with the fewest live bytes, so that there is one candidate per
 gap. A candidate is dropped when it lies on a hill: when a layer of moderate size could lead from a much lower candidate
 before it to a much lower one after it. What remains are the valleys: the residual stream, the ends of residual units.
+Where weights are many times as large as what a sample leaves on a hill, it is cut there too: what moves then is weights,
+gradients and states, the smaller the better, and a pack need not end where a layer does.
 
 Bytes are counted per sample, so that the cuts do not depend on the batch size of the example.
 """
@@ -22,6 +24,7 @@ from counterpoint.decomposer.tracing import Trace
 
 SAME_BYTES = 1.05  # places to cut that differ by less are equal
 HILL = 1.2  # a candidate this many times above both sides is on a hill
+SMALL_HILL = 4  # a hill is worth its cut if the weights on either side are this many times one sample of it
 MAX_HEAVY = 8  # a layer that bridges a hill has at most this many products of about the same size
 SAME_SIZE = 8  # products that differ by more than this factor are not counted together
 MAX_SHARE = 0.5  # and at most this share of the model's parameters
@@ -161,7 +164,9 @@ def _without_hills(candidates: Sequence[Cut], spine: Spine) -> list[Cut]:
     hills = [candidate for candidate in candidates if _is_hill(candidate, kept, spine)]
     for hill in sorted(hills, key=lambda hill: -hill.sample_bytes):
         here = kept.index(hill)
-        if _is_moderate(kept[here - 1].position, kept[here + 1].position, spine):
+        before, after = kept[here - 1].position, kept[here + 1].position
+        weight = min(spine.weight(before, hill.position), spine.weight(hill.position, after))
+        if _is_moderate(before, after, spine) and hill.sample_bytes * SMALL_HILL > weight:
             kept.pop(here)
     return kept[1:-1]
 

@@ -4,7 +4,7 @@ First a grid of microbatch sizes, pack sizes and one policy for all packs; then,
 policy of its own for each pack, and larger packs for forwards. What cannot be faster than what was found is not tried.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import zip_longest
 
@@ -20,6 +20,7 @@ from counterpoint.planner.bounds import least_ns, num_tasks
 from counterpoint.planner.placement import Placement
 from counterpoint.planner.variants import forward_variants, policy_variants
 
+PACK_SIZES = (1, 2, 3, 4)
 WORTH_PERMILLE = 5  # by which a plan must be able to win to be tried
 MOST_TASKS = 8_000  # to simulate for the grid, and again for the variants; then what was found is good enough
 HOPELESS_PERCENT = 140  # of the best is a policy's best if it is not tried any further
@@ -35,14 +36,14 @@ class Freedom:
     """
 
     minibatch_size: int
-    microbatch_sizes: Sequence[int]
-    schedules: Sequence[str] = ("harmony",)
-    pack_sizes: Sequence[int] = (1, 2, 4)
-    activations: Sequence[str] = ("evict", "recompute")
+    microbatch_sizes: tuple[int, ...]
+    schedules: tuple[str, ...] = ("harmony",)
+    pack_sizes: tuple[int, ...] = PACK_SIZES
+    activations: tuple[str, ...] = ("evict", "recompute")
     clipping: bool = False
     residency: str = "planned"
     host_layers: tuple[int, ...] = ()
-    forward_pack_sizes: Sequence[int] = (2, 4, 8)
+    forward_pack_sizes: tuple[int, ...] = (2, 4, 8)
     doubling_permille: int = 0
 
 

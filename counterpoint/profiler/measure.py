@@ -10,6 +10,7 @@ from torch import Tensor
 
 from counterpoint.core.profile import Curve, LayerCost, Profile, ValueCost
 from counterpoint.decomposer.chain import Chain, Layer
+from counterpoint.profiler.fresh_pages import FreshPages, probe_pages
 from counterpoint.profiler.meter import Meter, storage_bytes
 from counterpoint.runtime.backend import CPU
 from counterpoint.runtime.frame import Flat, Frame
@@ -21,14 +22,23 @@ _MOST_TIMES, _ENOUGH_NS = 3, 1_000_000_000  # a layer is run so often, or so lon
 
 
 @dataclass(frozen=True, slots=True)
-class _Sample:
-    """One layer at one microbatch size."""
+class _Memory:
+    """What one layer makes at one microbatch size, and what it would take longer if the system had to find it first."""
 
-    forward_ns: int
-    backward_ns: int
     saved_bytes: int
     forward_workspace_bytes: int
     backward_workspace_bytes: int
+    forward_fresh_ns: int
+    backward_fresh_ns: int
+
+
+@dataclass(frozen=True, slots=True)
+class _Sample:
+    """One layer at one microbatch size, timed in memory that is there already."""
+
+    forward_ns: int
+    backward_ns: int
+    memory: _Memory
 
 
 def measured_sizes(profile: Profile) -> tuple[int, ...]:
@@ -74,9 +84,9 @@ def _samples(
 ) -> dict[int, dict[str, _Sample]]:
     """By size, smallest first, and signature; of the sizes at which every layer was measured."""
     distinct = {layer.signature: layer for layer in chain.layers}
-    common, found = sorted(sizes), {}
+    common, found, pages = sorted(sizes), {}, probe_pages()
     for signature, layer in distinct.items():
-        found[signature] = _Runner(chain, layer, autocast).samples(common, limit_bytes)
+        found[signature] = _Runner(chain, layer, autocast, pages).samples(common, limit_bytes)
         common = [size for size in common if size in found[signature]]
         trim()
     return {size: {signature: samples[size] for signature, samples in found.items()} for size in common}
@@ -94,15 +104,17 @@ def _layer_cost(
         name=layer.name,
         forward_ns=curve(lambda s: s.forward_ns),
         backward_ns=curve(lambda s: s.backward_ns),
+        forward_fresh_ns=curve(lambda s: s.memory.forward_fresh_ns),
+        backward_fresh_ns=curve(lambda s: s.memory.backward_fresh_ns),
         update_ns=int(update_ns * elements),
         host_update_ns=int(update_ns * elements),
         weight_bytes=weights.num_bytes,
         grad_bytes=weights.num_bytes,
         state_bytes=states[layer.index].num_bytes,
         constant_bytes=frame.constants[layer.index].num_bytes,
-        saved_bytes=curve(lambda s: s.saved_bytes),
-        forward_workspace_bytes=curve(lambda s: s.forward_workspace_bytes),
-        backward_workspace_bytes=curve(lambda s: s.backward_workspace_bytes),
+        saved_bytes=curve(lambda s: s.memory.saved_bytes),
+        forward_workspace_bytes=curve(lambda s: s.memory.forward_workspace_bytes),
+        backward_workspace_bytes=curve(lambda s: s.memory.backward_workspace_bytes),
         tied=frame.outline.layers[layer.index].tied,
         old_bytes=frame.olds[layer.index].num_bytes,
     )
@@ -111,8 +123,8 @@ def _layer_cost(
 class _Runner:
     """Runs one layer as the executor does: gradients are copied to where they are kept, or added to what is there."""
 
-    def __init__(self, chain: Chain, layer: Layer, autocast: torch.dtype | None) -> None:
-        self.chain, self.layer, self.autocast = chain, layer, autocast
+    def __init__(self, chain: Chain, layer: Layer, autocast: torch.dtype | None, pages: FreshPages) -> None:
+        self.chain, self.layer, self.autocast, self.pages = chain, layer, autocast, pages
         self.parameters: dict[str, Tensor] = {}
         for name in (*layer.parameters, *layer.tied):
             spec = chain.parameters[name]
@@ -121,40 +133,38 @@ class _Runner:
         self.buffers = {name: _stand_in(chain.buffers[name].shape, chain.buffers[name].dtype) for name in layer.buffers}
 
     def samples(self, sizes: Sequence[int], limit_bytes: int | None) -> dict[int, _Sample]:
-        """Memory and times by size, smallest first; larger ones only while they will probably fit."""
-        memory: dict[int, tuple[int, int, int]] = {}
+        """By size, smallest first; larger ones only while they will probably fit."""
+        memory: dict[int, _Memory] = {}
         for size in sizes:
             if memory and limit_bytes is not None:
                 before = max(memory)
-                forward_peak, saved, backward_peak = memory[before]
-                if (saved + max(forward_peak, backward_peak)) * size // before > limit_bytes:
+                found = memory[before]
+                workspace = max(found.forward_workspace_bytes, found.backward_workspace_bytes)
+                if (found.saved_bytes + workspace) * size // before > limit_bytes:
                     break
             memory[size] = self.meter(self._inputs(size))
             trim()
         times = self._times(tuple(memory))
         return {
-            size: _Sample(
-                int(median(forward for forward, _ in times[size])),
-                int(median(backward for _, backward in times[size])),
-                saved,
-                forward_peak,
-                backward_peak,
-            )
-            for size, (forward_peak, saved, backward_peak) in memory.items()
+            size: _Sample(int(median(f for f, _ in times[size])), int(median(b for _, b in times[size])), memory[size])
+            for size in memory
         }
 
     def _times(self, sizes: Sequence[int]) -> dict[int, list[tuple[int, int]]]:
-        """Of forward and backward; short ones several times, the sizes in turn so that a drift hits all alike."""
+        """Of forward and backward; short ones several times, the sizes in turn so that a drift hits all alike.
+
+        The first run of each turn finds the memory, the second is timed; gradients are copied and added to in turn.
+        """
         found: dict[int, list[tuple[int, int]]] = {size: [] for size in sizes}
         spent = dict.fromkeys(sizes, 0)
         for _ in range(_MOST_TIMES):
             for size in sizes:
                 if spent[size] < _ENOUGH_NS:
                     inputs = self._inputs(size)
-                    trim()
-                    runs = self.clock(inputs, set()), self.clock(inputs, set(self.targets))
-                    found[size].append((sum(f for f, _ in runs) // 2, sum(b for _, b in runs) // 2))
-                    spent[size] += sum(map(sum, runs))
+                    begin = time.monotonic_ns()
+                    self.clock(inputs, set())
+                    found[size].append(self.clock(inputs, set(self.targets)))
+                    spent[size] += time.monotonic_ns() - begin
         return found
 
     def clock(self, inputs: list[Tensor], started: set[str]) -> tuple[int, int]:
@@ -164,15 +174,15 @@ class _Runner:
         self._backward(outputs, started)
         return middle - begin, time.monotonic_ns() - middle
 
-    def meter(self, inputs: list[Tensor]) -> tuple[int, int, int]:
-        """Workspace of a forward, saved bytes, workspace of a backward; what tasks read and write is not workspace."""
+    def meter(self, inputs: list[Tensor]) -> _Memory:
+        """What tasks read and write is not workspace."""
         kept: list[Tensor] = []
         fixed = [*self.parameters.values(), *self.buffers.values()]
         batch = [t for i, t in zip(self.layer.inputs, inputs, strict=True) if self.chain.values[i].producer < 0]
         apart = {tensor.untyped_storage().data_ptr() for tensor in (*fixed, *batch)}
-        with Meter([*fixed, *inputs]) as meter, discarding():
+        with Meter([*fixed, *inputs]) as forward, discarding():
             plain = self._forward(inputs)
-        forward_peak = max(0, meter.peak_bytes - storage_bytes(list(plain)))
+        workspace = max(0, forward.peak_bytes - storage_bytes(list(plain)))
         del plain
 
         def pack(tensor: Tensor) -> Tensor:
@@ -182,9 +192,10 @@ class _Runner:
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             outputs = self._forward(inputs)
-        with Meter([*fixed, *self.targets.values(), *inputs, *kept]) as meter:
+        with Meter([*fixed, *self.targets.values(), *inputs, *kept]) as backward:
             self._backward(outputs, set())
-        return forward_peak, storage_bytes(kept), meter.peak_bytes
+        fresh = (self.pages.ns(forward.made), self.pages.ns(backward.made))
+        return _Memory(storage_bytes(kept), workspace, backward.peak_bytes, *fresh)
 
     def _inputs(self, size: int) -> list[Tensor]:
         return [_stand_in(self.chain.values[i].shape_at(size), self.chain.values[i].dtype) for i in self.layer.inputs]

@@ -9,11 +9,15 @@ from torch.utils._pytree import tree_leaves
 
 
 class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Counts storages that operators return, from their making to their end; what was there before does not count."""
+    """Counts storages that operators return, from their making to their end; what was there before does not count.
+
+    `made` are the sizes of all of them.
+    """
 
     def __init__(self, known: list[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.live_bytes = self.peak_bytes = 0
+        self.made: list[int] = []
         self._known = {tensor.untyped_storage().data_ptr() for tensor in known}
         self._counted: set[int] = set()
 
@@ -30,6 +34,7 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if not size or address in self._known or address in self._counted:
             return
         self._counted.add(address)
+        self.made.append(size)
         self.live_bytes += size
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
         weakref.finalize(storage, self._release, address, size)

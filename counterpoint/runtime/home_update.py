@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from counterpoint.core.homes import UPDATE_STAGING_BYTES
 from counterpoint.core.program import narrows
 from counterpoint.core.task import Update, grad, old, weight
 from counterpoint.runtime.disk import Disk
@@ -21,7 +22,6 @@ from counterpoint.runtime.memory import Region
 from counterpoint.runtime.optimizer import UpdateRule
 from counterpoint.runtime.store import Store
 
-UPDATE_STAGING_BYTES = 24 << 20
 _TURNS = 3  # one slice being read, one updated, one written
 
 

@@ -2,9 +2,9 @@
 
 from counterpoint.core.costs import Costs
 from counterpoint.core.program import writes
-from counterpoint.core.task import Backward, Buffer, Forward, activation, saved
+from counterpoint.core.task import PER_LAYER, Backward, Buffer, Forward, activation, saved
 from counterpoint.runtime.headroom import Headroom
-from counterpoint.runtime.store import FLAT_KINDS, Store
+from counterpoint.runtime.store import Store
 
 _WIDENING = 4  # of a transformer's block, inside
 
@@ -24,7 +24,7 @@ class Outside:
     def before_computation(self, task: Forward | Backward) -> None:
         outside, born, made = sum(self.buffers.values()), 0, 0
         for buffer in writes(task, self.store.frame.outline):
-            if buffer.kind in FLAT_KINDS:
+            if buffer.kind in PER_LAYER:
                 made += 0 if buffer in self.store.regions else self.costs.buffer_bytes(buffer)
             elif buffer not in self.store.values:
                 self.buffers[buffer] = self.costs.buffer_bytes(buffer)

@@ -12,7 +12,7 @@ from math import prod
 import torch
 from torch import Tensor
 
-from counterpoint.core.task import Buffer
+from counterpoint.core.task import PER_LAYER, Buffer
 from counterpoint.runtime.backend import CPU, Backend
 from counterpoint.runtime.disk import Disk
 from counterpoint.runtime.disk_extents import round_to_blocks
@@ -24,7 +24,6 @@ from counterpoint.runtime.strides import Form, restrided, spanned
 from counterpoint.runtime.versions import Versions
 
 STAGING_BYTES = 8 << 20
-FLAT_KINDS = frozenset(("weight", "old", "constant", "grad", "state"))
 VERSIONED_KINDS = frozenset(("weight", "old"))
 
 
@@ -136,7 +135,7 @@ class Store:
     # ---- transfers, each called by its own lane
 
     def load(self, buffer: Buffer) -> None:
-        if buffer.kind in FLAT_KINDS:
+        if buffer.kind in PER_LAYER:
             self._load_flat(buffer)
         elif buffer.kind == "saved":
             self._load_saved(buffer)
@@ -144,7 +143,7 @@ class Store:
             self._load_value(buffer)
 
     def evict(self, buffer: Buffer) -> None:
-        if buffer.kind in FLAT_KINDS:
+        if buffer.kind in PER_LAYER:
             self._evict_flat(buffer)
         elif buffer.kind == "saved":
             self._evict_saved(buffer)
@@ -177,7 +176,7 @@ class Store:
             self.versions.put(self.key(buffer), self.names.base + buffer.number)
 
     def drop(self, buffer: Buffer) -> None:
-        if buffer.kind in FLAT_KINDS:
+        if buffer.kind in PER_LAYER:
             self.pool.free(self.regions.pop(buffer))
         elif buffer.kind == "saved":
             if buffer in self.saved:

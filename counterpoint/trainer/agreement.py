@@ -15,18 +15,14 @@ from torch import Tensor, nn
 from counterpoint.core.duties import Duties
 from counterpoint.core.errors import ExecutionError
 from counterpoint.core.files import from_json, to_json
-from counterpoint.core.machine import Machine
-from counterpoint.core.plan import Plan
 from counterpoint.core.profile import Profile
-from counterpoint.core.program import Program
-from counterpoint.core.text import dump, parse
-from counterpoint.planner.forecast import Forecast
+from counterpoint.planner.apart import Question, decide_apart
+from counterpoint.planner.decision import Decision
 from counterpoint.planner.search import Freedom
 from counterpoint.runtime.compute import Compute
 from counterpoint.runtime.peers import Peers
-from counterpoint.trainer.decision import Decision
-from counterpoint.trainer.decision_devices import decide_for_devices, these_devices, with_flush_steps
 from counterpoint.trainer.parts import Parts
+from counterpoint.trainer.this_machine import these_devices
 from counterpoint.trainer.wishes import Wishes
 
 T = TypeVar("T")
@@ -94,26 +90,12 @@ def decide_together(
 ) -> Decision:
     """Device 0 decides with everybody's budget; the others take its program."""
     budgets = peers.gather("the budget", budget)
-    chosen: Decision | None = None
-    if peers.device == 0:
-        machine = these_devices(budgets, folder, peers.servers, wishes.network_bytes_per_s)
-        chosen = decide_for_devices(profile, machine, freedom, wishes.plan, wishes.replicas)
-        chosen = with_flush_steps(chosen, wishes.flush_steps)
-    plan = shared(peers, Plan, "the plan", chosen.plan if chosen else None)
-    machine = shared(peers, Machine, "the machine", chosen.machine if chosen else None)
-    expected = shared(peers, Forecast, "the forecast", chosen.forecast if chosen else None)
-    program = _shared_program(peers, "the program", chosen.program if chosen else None)
-    flush: Program | None = None
-    if plan.flush_steps:
-        flush = _shared_program(peers, "the program of the first steps", chosen.flush if chosen else None)
-    profile = shared(peers, Profile, "the profile of the program", chosen.profile if chosen else None)
-    freed = peers.broadcast("what becomes of freed memory", chosen.freed if chosen else None)
-    return Decision(machine, plan, program, expected, profile, freed, flush)
-
-
-def _shared_program(peers: Peers, what: str, program: Program | None) -> Program:
-    text = peers.broadcast(what, None if program is None else dump(program))
-    return program if program is not None else parse(text)
+    if peers.device:
+        return Decision.from_json(peers.broadcast("the plan", None))
+    machine = these_devices(budgets, folder, peers.servers, wishes.network_bytes_per_s)
+    chosen = decide_apart(Question(profile, machine, freedom, wishes.plan, wishes.replicas, wishes.flush_steps))
+    peers.broadcast("the plan", chosen.to_json())
+    return chosen
 
 
 def share_buffers(peers: Peers, duties: Duties, compute: Compute) -> None:

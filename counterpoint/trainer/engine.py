@@ -12,11 +12,13 @@ from torch import Tensor
 from counterpoint.core.costs import Costs
 from counterpoint.core.duties import duties_of
 from counterpoint.core.errors import ExecutionError
+from counterpoint.core.homes import UPDATE_STAGING_BYTES
 from counterpoint.core.profile import Profile
 from counterpoint.core.program import DeviceProgram, Program
 from counterpoint.core.task import Task, shift
 from counterpoint.decomposer.chain import Batch
 from counterpoint.planner.forecast_text import describe
+from counterpoint.planner.freed_memory import settled_bytes
 from counterpoint.profiler.measure import measured_sizes
 from counterpoint.runtime.backend import CPU
 from counterpoint.runtime.buffer_exchange import BufferExchange
@@ -26,7 +28,7 @@ from counterpoint.runtime.disk import Disk
 from counterpoint.runtime.executor import Executor
 from counterpoint.runtime.headroom import Headroom
 from counterpoint.runtime.home import home_sizes, unused_sizes
-from counterpoint.runtime.home_update import UPDATE_STAGING_BYTES, HomeUpdate
+from counterpoint.runtime.home_update import HomeUpdate
 from counterpoint.runtime.losses import LossExchange
 from counterpoint.runtime.memory_process import resident_bytes, trim
 from counterpoint.runtime.peers import Peers
@@ -35,13 +37,12 @@ from counterpoint.runtime.transport import SLICE_BYTES, Transport
 from counterpoint.runtime.updates import bad_loss
 from counterpoint.trainer.agreement import agree, decide_together, share_buffers, shared
 from counterpoint.trainer.chosen_plan import ChosenPlan
-from counterpoint.trainer.decision import decide, usable_bytes
+from counterpoint.trainer.decision import decide_alone, usable_bytes
 from counterpoint.trainer.evaluation import Evaluator
-from counterpoint.trainer.freed_memory import let_be, settled_bytes
 from counterpoint.trainer.initial_weights import blank_buffers, repeat
 from counterpoint.trainer.measured import measured
 from counterpoint.trainer.parts import Parts
-from counterpoint.trainer.process_memory import ProcessMemory
+from counterpoint.trainer.process_memory import ProcessMemory, let_be
 from counterpoint.trainer.shared_home import SharedHome, common_folder, open_home
 from counterpoint.trainer.together import telling
 from counterpoint.trainer.wishes import Wishes
@@ -94,7 +95,7 @@ class Engine:
         self.base_bytes = resident_bytes() + 2 * STAGING_BYTES
         own_bytes = sum(p.nbytes for p in parts.module.parameters() if not p.is_meta)
         if self.peers is None:
-            chosen = decide(
+            chosen = decide_alone(
                 self.profile, wishes.memory_bytes, self.base_bytes, own_bytes, self.folder, freedom, wishes.plan
             )
         else:

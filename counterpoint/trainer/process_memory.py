@@ -3,9 +3,19 @@
 from dataclasses import dataclass
 
 from counterpoint.core.units import format_bytes
+from counterpoint.planner.freed_memory import Freed
+from counterpoint.runtime.memory_process import give_back_freed_memory, keep_freed_memory
 from counterpoint.trainer.decision import MARGIN_BYTES, margin_bytes
 
 _UNSURE_PERCENT = 8  # processes were seen to settle from 3 % below to 7 % above what was expected of them
+
+
+def let_be(freed: Freed) -> None:
+    """From now on freed tensors of this process are treated so."""
+    if freed == "leave":
+        give_back_freed_memory()
+    else:
+        keep_freed_memory(large=freed == "stay")
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,7 @@ import torch
 from counterpoint.core.plan import POLICIES, SCHEDULES, Plan
 from counterpoint.core.units import parse_bytes
 from counterpoint.passes.residency import RESIDENCIES
-from counterpoint.planner.search import Freedom
+from counterpoint.planner.search import PACK_SIZES, Freedom
 from counterpoint.planner.servers import refuse_schedule
 from counterpoint.runtime.memory_process import memory_limit_bytes
 
@@ -64,9 +64,9 @@ def read_wishes(
     _refuse_other_plan(plan, minibatch_size, num_devices, max_grad_norm is not None)
     freedom = Freedom(
         minibatch_size,
-        [microbatch] if microbatch else [d for d in (1, 2, 4, 8, 16, 32) if minibatch_size % d == 0],
+        (microbatch,) if microbatch else tuple(d for d in (1, 2, 4, 8, 16, 32) if minibatch_size % d == 0),
         (schedule,),
-        (pack,) if pack else (1, 2, 4),
+        (pack,) if pack else PACK_SIZES,
         (activations,) if activations else ("evict", "recompute"),
         max_grad_norm is not None,
         residency,

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from counterpoint import ErrorFeedback, Trainer
+from counterpoint.core.homes import UPDATE_STAGING_BYTES
 from counterpoint.core.plan import Pack, Plan, equal_packs
 from counterpoint.passes.residency import smallest_budgets
 from counterpoint.runtime.backend import Cpu
-from counterpoint.runtime.home_update import UPDATE_STAGING_BYTES
 from counterpoint.runtime.memory import Pool
 from counterpoint.schedules import write_program
 from counterpoint.trainer import engine

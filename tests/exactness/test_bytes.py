@@ -10,9 +10,8 @@ import pytest
 import torch
 from torch import nn
 
-from counterpoint.core.task import Buffer, Evict, Load
+from counterpoint.core.task import PER_LAYER, Buffer, Evict, Load
 from counterpoint.runtime.disk_extents import round_to_blocks
-from counterpoint.runtime.store import FLAT_KINDS
 from tests.small_models import Batch, regression
 
 from .bench import ALL_FITS, Problem, Setting, Trained, train, transfers
@@ -67,7 +66,7 @@ def test_what_moves_is_what_the_program_says(schedule: str, budget: float, tmp_p
     loads, evicts = said(trained, Load), said(trained, Evict)
     assert {buffer.kind for buffer in loads} >= {"weight", "state"}
     assert "activation" in {buffer.kind for buffer in loads} or (schedule, budget) == ("plain", 1.7)
-    flat = [buffer for buffer in loads + evicts if buffer.kind in FLAT_KINDS]
+    flat = [buffer for buffer in loads + evicts if buffer.kind in PER_LAYER]
     assert all(trained.costs.buffer_bytes(buffer) == size(trained, buffer) for buffer in flat)
     expected = sum(size(trained, buffer) for buffer in loads), sum(size(trained, buffer) for buffer in evicts)
     assert per_step(trained) == [expected] * 4

@@ -1,9 +1,11 @@
 """A placed plan -> what becomes of freed tensors, and the plan placed with room for those that wait for the next ones.
 
-A tensor whose pages must come from the operating system costs a transformer's layer more than half its time again.
-Where a computation has memory to spare, it is better spent on pages that wait than on a few bytes not moved.
+A tensor whose pages must come from the operating system may cost a transformer's layer more than half its time again;
+the profile has measured it. Whether memory to spare is better spent on pages that wait or on bytes that are not moved,
+the simulation tells.
 """
 
+from contextlib import suppress
 from dataclasses import replace
 from typing import Literal
 
@@ -14,43 +16,39 @@ from counterpoint.core.memory import peaks_apart
 from counterpoint.core.plan import Plan
 from counterpoint.core.profile import Curve, LayerCost, Profile
 from counterpoint.core.program import Program
-from counterpoint.core.task import Backward, Forward, Task, saved
+from counterpoint.core.task import PER_LAYER, Backward, Forward, Task, saved
 from counterpoint.core.timeline import Timeline
 from counterpoint.passes.residency import task_needs
-from counterpoint.planner.placement import Placement
-from counterpoint.runtime.memory_process import give_back_freed_memory, keep_freed_memory
-from counterpoint.runtime.store import FLAT_KINDS
+from counterpoint.planner.placement import STEPS, Placement
+from counterpoint.simulator import simulate
 
 Freed = Literal["leave", "wait", "stay"]  # at once; in the heap, if they are small enough for it; all of them
-_WORTH_PERCENT = 30  # of a step
+UNDECIDED_FRESH_PERCENT = 50
 _GAPS_PERCENT = 25  # of what the largest computation has in hand, where no other microbatch lies in the gaps it leaves
-_ROOM_PERCENT = 350  # of what most computations have in hand: a heap of a steady size was seen to settle there
-
-
-def let_be(freed: Freed) -> None:
-    """From now on freed tensors of this process are treated so."""
-    if freed == "leave":
-        give_back_freed_memory()
-    else:
-        keep_freed_memory(large=freed == "stay")
+_ROOMS = ((350, 20), (150, 40))
+"""Room in percent of what most computations have in hand, and what percentage of it still comes from the system then.
+A heap was seen to settle at the first; at the second it is cut back every now and then."""
 
 
 def beside_freed(
-    profile: Profile, machine: Machine, plan: Plan, program: Program, timeline: Timeline
+    profile: Profile, machine: Machine, plan: Plan, program: Program, steps: int = STEPS
 ) -> tuple[Profile, Program, Timeline, Freed]:
     """What the plan is placed by then; freed tensors leave if there is no room, or it costs more than it saves."""
     if _has_plenty(profile, machine, plan, program):
-        return profile, program, timeline, "stay"
-    as_it_is: tuple[Profile, Program, Timeline, Freed] = profile, program, timeline, "leave"
-    if plan.residency != "planned":
-        return as_it_is
-    roomier = _with_room(profile, machine, plan, program)
-    try:
-        placed, simulated = Placement(roomier, machine, plan).fastest()
-    except BudgetError:
-        return as_it_is
-    worth = simulated.step_ns * 100 <= timeline.step_ns * (100 + _WORTH_PERCENT)
-    return (roomier, placed, simulated, "wait") if worth else as_it_is
+        return _as_it_is(profile, machine, plan, program, "stay", steps)
+    found = [_as_it_is(profile, machine, plan, program, "leave", steps)]
+    for room_percent, fresh_percent in _ROOMS if plan.residency == "planned" else ():
+        roomier = _with_room(profile.with_fresh(fresh_percent), machine, plan, program, room_percent)
+        with suppress(BudgetError):
+            found.append((roomier, *Placement(roomier, machine, plan).fastest(steps), "wait"))
+    return min(reversed(found), key=lambda row: row[2].step_ns)
+
+
+def _as_it_is(
+    profile: Profile, machine: Machine, plan: Plan, program: Program, freed: Freed, steps: int
+) -> tuple[Profile, Program, Timeline, Freed]:
+    same = profile.with_fresh(100 if freed == "leave" else 0)
+    return same, program, simulate(program, Costs(same, plan), machine, steps), freed
 
 
 def settled_bytes(profile: Profile, plan: Plan, program: Program, device: int, freed: Freed) -> int:
@@ -60,7 +58,7 @@ def settled_bytes(profile: Profile, plan: Plan, program: Program, device: int, f
     not every gap that one left suits the next; least of all where microbatches live side by side, and tensors of one
     come to lie where another's largest computation was.
     """
-    kinds = FLAT_KINDS | {"saved"} if freed == "wait" else FLAT_KINDS
+    kinds = PER_LAYER | {"saved"} if freed == "wait" else PER_LAYER
     costs = Costs(profile, plan)
     settled = sum(peaks_apart(program, costs, device, kinds))
     if freed == "leave":
@@ -84,14 +82,14 @@ def _has_plenty(profile: Profile, machine: Machine, plan: Plan, program: Program
     return all(settled_bytes(profile, plan, program, i, "stay") <= device.capacity_bytes for i, device in devices)
 
 
-def _with_room(profile: Profile, machine: Machine, plan: Plan, program: Program) -> Profile:
+def _with_room(profile: Profile, machine: Machine, plan: Plan, program: Program, percent: int) -> Profile:
     """Room for a few times what most computations have in hand, or for as much as there is."""
     costs = Costs(profile, plan)
     room: dict[int, int] = {}
     for device in range(len(program.devices)):
         needs = [(t, need) for t, need in task_needs(program, costs, device) if isinstance(t, (Forward, Backward))]
         sizes = sorted(_in_hand(task, costs) for task, _ in needs)
-        most = sizes[len(sizes) * 9 // 10] * _ROOM_PERCENT // 100 if sizes else 0
+        most = sizes[len(sizes) * 9 // 10] * percent // 100 if sizes else 0
         for task, need in needs:
             spare = max(0, min(most - costs.workspace_bytes(task), machine.devices[device].capacity_bytes - need))
             for layer in range(task.first, task.last + 1):

@@ -10,8 +10,8 @@ from counterpoint.core.plan import Pack, Plan
 from counterpoint.core.profile import Curve, LayerCost, Profile, ValueCost
 from counterpoint.core.task import Backward, Forward
 from counterpoint.passes.residency import smallest_budgets, task_needs
+from counterpoint.planner.freed_memory import beside_freed, settled_bytes
 from counterpoint.planner.placement import Placement
-from counterpoint.trainer.freed_memory import beside_freed, settled_bytes
 
 MIB, MS = 2**20, 10**6
 NUM_LAYERS, WORKSPACE = 12, 4 * MIB
@@ -24,8 +24,13 @@ def chain() -> Profile:
         factor = 8 if index == NUM_LAYERS - 1 else 1
         sizes = (4 * factor * MIB, 4 * factor * MIB, 8 * MIB)
         cost = LayerCost(f"layer {index}", Curve.proportional(8 * MS), Curve.proportional(16 * MS), MS, MS, *sizes)
-        work = Curve(((1, WORKSPACE * factor),))
-        layers.append(replace(cost, forward_workspace_bytes=work, backward_workspace_bytes=work))
+        work, fresh = Curve(((1, WORKSPACE * factor),)), Curve.proportional(20 * MS)
+        layers.append(
+            replace(
+                cost, forward_workspace_bytes=work, backward_workspace_bytes=work, forward_fresh_ns=fresh,
+                backward_fresh_ns=fresh,
+            )
+        )  # fmt: skip
     values = tuple(ValueCost(i, (i + 1,), Curve.proportional(MIB)) for i in range(NUM_LAYERS - 1))
     return Profile("small and large", tuple(layers), values)
 
@@ -45,8 +50,8 @@ def test_computations_get_the_room_there_is(spare: int) -> None:
     profile = chain()
     least = smallest_budgets(Placement(profile, one_device(1, 1), PLAN).order, Costs(profile, PLAN))[0]
     machine = one_device(least + spare, 10**9)
-    program, timeline = Placement(profile, machine, PLAN).fastest()
-    roomier, placed, _, freed = beside_freed(profile, machine, PLAN, program, timeline)
+    program, _ = Placement(profile, machine, PLAN).fastest()
+    roomier, placed, _, freed = beside_freed(profile, machine, PLAN, program)
     assert freed == "wait"
     costs, before = Costs(roomier, PLAN), Costs(profile, PLAN)
     for task, need in task_needs(placed, costs, 0):
@@ -62,21 +67,36 @@ def test_room_is_refused_where_it_costs_more_than_it_saves() -> None:
     profile = chain()
     everything = sum(cost.weight_bytes + cost.grad_bytes + cost.state_bytes for cost in profile.layers)
     machine = one_device(everything + 40 * MIB, 10**6)
-    program, timeline = Placement(profile, machine, PLAN).fastest()
+    program, _ = Placement(profile, machine, PLAN).fastest()
     wide = replace(profile, layers=tuple(_wide(cost) for cost in profile.layers))
-    _, same, _, freed = beside_freed(wide, machine, PLAN, program, timeline)
+    _, same, _, freed = beside_freed(wide, machine, PLAN, program)
     assert freed == "leave"
     assert same is program
 
 
 def test_freed_tensors_stay_where_there_is_plenty() -> None:
     profile, machine = chain(), one_device(2**40, 10**9)
-    program, timeline = Placement(profile, machine, PLAN).fastest()
-    assert beside_freed(profile, machine, PLAN, program, timeline) == (profile, program, timeline, "stay")
+    program, timeline = Placement(profile.with_fresh(0), machine, PLAN).fastest()
+    assert beside_freed(profile, machine, PLAN, program) == (profile.with_fresh(0), program, timeline, "stay")
     settled = settled_bytes(profile, PLAN, program, 0, "stay")
     for spare, expected in ((0, "stay"), (-1, "wait")):
         machine = one_device(settled + spare, 10**9)
-        assert beside_freed(profile, machine, PLAN, program, timeline)[3] == expected
+        assert beside_freed(profile, machine, PLAN, program)[3] == expected
+
+
+def test_freed_tensors_leave_only_where_fresh_memory_is_cheap() -> None:
+    """Room for them makes a slow disk move more: worth while if fresh memory takes longer than that."""
+    profile = chain()
+    everything = sum(cost.weight_bytes + cost.grad_bytes + cost.state_bytes for cost in profile.layers)
+    machine = one_device(everything + 40 * MIB, 10**8)
+    program, _ = Placement(profile, machine, PLAN).fastest()
+    found = []
+    for fresh_ns in (0, 1000 * MS):
+        fresh = Curve.proportional(fresh_ns)
+        layers = (replace(_wide(c), forward_fresh_ns=fresh, backward_fresh_ns=fresh) for c in profile.layers)
+        found.append(beside_freed(replace(profile, layers=tuple(layers)), machine, PLAN, program))
+    assert [freed for _, _, _, freed in found] == ["leave", "wait"]
+    assert found[0][2].step_ns < found[1][2].step_ns
 
 
 def test_what_stays_lies_beside_the_largest_computation() -> None:

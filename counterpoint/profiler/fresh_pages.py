@@ -1,0 +1,58 @@
+"""The operating system -> what memory costs that it has to find first, in nanoseconds per byte.
+
+A tensor of a huge page or more lies in huge pages (`counterpoint/__init__.py` asks torch for it), a smaller one in
+ordinary ones, whose faults cost several times as much per byte.
+"""
+
+import contextlib
+import ctypes
+import mmap
+import time
+from collections.abc import Sequence
+from statistics import median
+from typing import NamedTuple
+
+_BYTES = 16 << 20
+_HUGE_BYTES = 2 << 20
+_SMALL_BYTES = 256 << 10  # what is smaller never leaves the process: see `runtime/memory_process.py`
+_PRIVATE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+_MADV_NOHUGEPAGE = 15
+_TIMES = 5
+
+
+class FreshPages(NamedTuple):
+    """Nanoseconds per byte of memory that was not there before."""
+
+    ordinary: float
+    huge: float
+
+    def ns(self, sizes: Sequence[int]) -> int:
+        """For tensors of these sizes, each in memory of its own."""
+        prices = (self.huge if size >= _HUGE_BYTES else self.ordinary for size in sizes)
+        return int(sum(size * price for size, price in zip(sizes, prices, strict=True) if size >= _SMALL_BYTES))
+
+
+def probe_pages() -> FreshPages:
+    return FreshPages(_ns_per_byte(_MADV_NOHUGEPAGE), _ns_per_byte(mmap.MADV_HUGEPAGE))
+
+
+def _ns_per_byte(advice: int) -> float:
+    """What a first write takes longer than a second one."""
+    return max(0.0, median(_first_write_ns(advice) for _ in range(_TIMES)) / _BYTES)
+
+
+def _first_write_ns(advice: int) -> int:
+    with mmap.mmap(-1, _BYTES + _HUGE_BYTES, flags=_PRIVATE) as memory:  # a huge page may begin only within it
+        with contextlib.suppress(OSError):
+            memory.madvise(advice)
+        first, second = (_write_ns(memory) for _ in range(2))
+        return first - second
+
+
+def _write_ns(memory: mmap.mmap) -> int:
+    view = ctypes.c_char.from_buffer(memory)
+    begin = time.monotonic_ns()
+    ctypes.memset(ctypes.addressof(view), 1, len(memory))
+    spent = time.monotonic_ns() - begin
+    del view  # or the memory could not be closed
+    return spent
