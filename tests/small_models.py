@@ -50,6 +50,21 @@ class LongSkip(nn.Module):
         return x + first * 2
 
 
+class Widening(nn.Module):
+    """Residual blocks that are four times as wide inside, for vectors or sequences of them."""
+
+    def __init__(self, num_blocks: int = 3) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(nn.LayerNorm(WIDTH) for _ in range(num_blocks))
+        self.up = nn.ModuleList(nn.Linear(WIDTH, 4 * WIDTH) for _ in range(num_blocks))
+        self.down = nn.ModuleList(nn.Linear(4 * WIDTH, WIDTH) for _ in range(num_blocks))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for norm, up, down in zip(self.norms, self.up, self.down, strict=True):
+            x = x + down(functional.gelu(up(norm(x))))
+        return x
+
+
 class TwoStreams(nn.Module):
     """Two inputs, two streams that meet, several outputs, a module that is not used. Takes `streams`."""
 

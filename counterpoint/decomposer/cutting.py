@@ -4,8 +4,8 @@ Every segment is built around at least one heavy node: a product with parameters
 heavy nodes in a row the best place to cut is the one with the fewest live bytes, so that there is one candidate per
 gap. A candidate is dropped when it lies on a hill: when a layer of moderate size could lead from a much lower candidate
 before it to a much lower one after it. What remains are the valleys: the residual stream, the ends of residual units.
-Where weights are many times as large as what a sample leaves on a hill, it is cut there too: what moves then is weights,
-gradients and states, the smaller the better, and a pack need not end where a layer does.
+Where weights are many times as large as what a sample leaves on a hill, it is cut there too: what moves then is weight,
+gradient and state, the smaller the better, and a pack need not end where a layer does.
 
 Bytes are counted per sample, so that the cuts do not depend on the batch size of the example.
 """

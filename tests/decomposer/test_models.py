@@ -8,7 +8,18 @@ from torch import Tensor, nn
 from torch.nn import functional
 
 from counterpoint.decomposer import Chain, decompose
-from tests.small_models import WIDTH, LongSkip, TwoStreams, UNet, grids, regression, stream_loss, streams, vectors
+from tests.small_models import (
+    WIDTH,
+    LongSkip,
+    TwoStreams,
+    UNet,
+    Widening,
+    grids,
+    regression,
+    stream_loss,
+    streams,
+    vectors,
+)
 
 
 class Mlp(nn.Sequential):
@@ -172,6 +183,16 @@ def test_a_row_of_layers_is_cut_at_each_product() -> None:
     chain = decompose(Mlp(4), SINGLE["mlp"][1](2), loss=regression)
     assert [layer.name for layer in chain.layers] == ["0", "2", "4", "6"]
     assert len({layer.signature for layer in chain.layers}) == 3  # the first has no gradient to give, the last the loss
+
+
+def test_blocks_are_cut_inside_where_their_weights_are_large() -> None:
+    """Half a block has 16 KiB of weights; a vector inside it and the one around it are 640 bytes."""
+    for length, parts in ((1, [["up", "down"], ["up", "down"]]), (64, [["up down"], ["up down"]])):
+        batch = {name: torch.zeros(2, length, WIDTH) for name in ("x", "target")}
+        chain = decompose(Widening(3), batch, loss=regression)
+        matrices = [[n.split(".")[0] for n in layer.parameters if n.endswith("weight")] for layer in chain.layers]
+        found = [" ".join(name for name in names if name != "norms") for names in matrices]
+        assert found == ["up", "down", *(part for block in parts for part in block)]
 
 
 def test_no_layer_of_a_unet_has_most_of_it() -> None:

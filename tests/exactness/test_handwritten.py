@@ -14,6 +14,7 @@ from tests.small_models import (
     LongSkip,
     TwoStreams,
     UNet,
+    Widening,
     double_vectors,
     grids,
     regression,
@@ -147,6 +148,7 @@ class Double(LongSkip):
 
 MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], Batch], Callable[[Any, Any], Tensor]]] = {
     "long skip": (LongSkip, vectors, regression),
+    "widening": (Widening, vectors, regression),
     "dense": (Dense, vectors, regression),
     "counting": (Counting, vectors, regression),
     "two streams": (TwoStreams, streams, stream_loss),
