@@ -18,7 +18,7 @@ demo: $(STAMP)
 	  --minibatch 8 --sequence-length 32 --learning-rate 1.5e-4 --warmup 12 --decay constant
 
 test: $(STAMP) check
-	$(RUN) -m pytest -n auto --durations 10
+	$(RUN) -m pytest -n 3 --dist worksteal --durations 10  # many tests wait for processes of their own
 
 check: $(STAMP)
 	$(RUN) -m ruff format --check .

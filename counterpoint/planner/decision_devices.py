@@ -25,15 +25,14 @@ def decide_for_devices(
     profile = with_home_updates(profile, machine)
     undecided = profile.with_fresh(UNDECIDED_FRESH_PERCENT)
     candidates = [plan] if plan is not None else _candidates(undecided, machine, freedom, replicas)
-    placements = [
-        Placement(undecided, beside_staging(machine, candidate.host_layers), candidate)
-        for candidate in _promising(undecided, machine, candidates)
-    ]
-    chosen, program, _ = min(((p, *p.fastest()) for p in placements), key=lambda found: found[2].step_ns)
-    machine, plan = chosen.machine, chosen.plan
-    profile, program, timeline, freed = beside_freed(profile, machine, plan, program, steps=4)
-    found = forecast(profile, machine, plan, program, timeline)
-    return Decision(machine, plan, program, found, profile, freed)
+    found: list[Decision] = []
+    for candidate in _promising(undecided, machine, candidates):
+        smaller = beside_staging(machine, candidate.host_layers)
+        program, _ = Placement(undecided, smaller, candidate).fastest()
+        placed_by, program, timeline, freed = beside_freed(profile, smaller, candidate, program, steps=4)
+        expected = forecast(placed_by, smaller, candidate, program, timeline)
+        found.append(Decision(smaller, candidate, program, expected, placed_by, freed))
+    return min(found, key=lambda decision: decision.forecast.step_ns)
 
 
 def _promising(profile: Profile, machine: Machine, candidates: Iterable[Plan | ValueError]) -> list[Plan]:

@@ -24,7 +24,8 @@ class Headroom:
     each operation.
 
     Far below its limit a process keeps freed tensors of all sizes; what it is expected to grow to then, and is cut back
-    to if it does grow further, is its `target_bytes`.
+    to if it does grow further, is its `target_bytes`. Near the limit only `trusted_bytes` of the heap's free pages are
+    counted on, for they do not always lie where they fit: by so much the process may pass its limit.
     """
 
     def __init__(
@@ -34,11 +35,13 @@ class Headroom:
         limit_bytes: int,
         workspace_bytes: Callable[[Task], int],
         target_bytes: int | None = None,
+        trusted_bytes: int = 0,
     ) -> None:
         """`base_bytes` is what the process takes beside its tensors and regions, `workspace_bytes` what a task does."""
         self.pool, self.workspace_bytes = pool, workspace_bytes
         self.base_bytes, self.limit_bytes = base_bytes, limit_bytes
         self.target_bytes = limit_bytes if target_bytes is None else target_bytes
+        self.trusted_bytes = trusted_bytes
         self.heap_bytes = HEAP_BYTES if target_bytes is None else _UNLIMITED  # tensors below that come from the heap
         self.expected_bytes = self._needed_bytes = self._coming_bytes = self._made_bytes = 0
         self._lock = threading.Lock()
@@ -58,12 +61,12 @@ class Headroom:
             waiting = max(0, resident - self.base_bytes - self.pool.mapped_bytes - outside_bytes)
             least = fresh_bytes + max(num_bytes - fresh_bytes - waiting, 0)
             regions = max(0, made_bytes - self.pool.free_bytes)
-            # Free pages of the heap do not always lie where they fit; near the limit they are not counted on.
-            excess = max(num_bytes - self.limit_bytes, least - self.target_bytes) + resident + regions
+            new = num_bytes - min(self.trusted_bytes, waiting, num_bytes - fresh_bytes)
+            excess = max(new - self.limit_bytes, least - self.target_bytes) + resident + regions
             if self._give_back(excess, made_bytes):
-                resident = self._occupied_bytes()
-            self.expected_bytes = resident + num_bytes + regions
-            self._needed_bytes, self._made_bytes = num_bytes + regions, made_bytes
+                resident, new = self._occupied_bytes(), num_bytes
+            self.expected_bytes = resident + new + regions
+            self._needed_bytes, self._made_bytes = new + regions, made_bytes
             self._coming_bytes = fresh_bytes if self.expected_bytes + fresh_bytes > self.limit_bytes else 0
 
     @property

@@ -124,7 +124,9 @@ class Engine:
             self.compute.updates.home = HomeUpdate(self.store, parts.rule)
         costs = Costs(self.chosen.profile, self.plan)
         workspace_bytes = Costs(self.profile, self.plan).workspace_bytes
-        headroom = Headroom(pool, self.base_bytes, self.memory.limit_bytes, workspace_bytes, self.memory.target_bytes)
+        memory = self.memory
+        limits = (memory.limit_bytes, workspace_bytes, memory.target_bytes, memory.trusted_bytes)
+        headroom = Headroom(pool, self.base_bytes, *limits)
         let_be(self.chosen.freed)
         self.transport: Transport | None = None
         self.losses: LossExchange | None = None

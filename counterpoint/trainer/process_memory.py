@@ -40,6 +40,11 @@ class ProcessMemory:
         peak = min(memory_bytes, peak)
         return cls(memory_bytes, peak, limit, min(limit, settled_bytes) if freed_stay else None)
 
+    @property
+    def trusted_bytes(self) -> int:
+        """Free pages that a computation may be expected to find; half of the room is left if it does not."""
+        return (self.memory_bytes - self.limit_bytes) // 2
+
     def __str__(self) -> str:
         """The last line of the forecast."""
         spare = self.memory_bytes - self.peak_bytes
