@@ -1,11 +1,10 @@
 """A question to the planner -> its Decision, found in a process of its own.
 
 Trying plans leaves tens of megabytes behind that a Python process does not give back, and whoever plans under a budget
-is about to need every one of them. Run as a module it reads a question and prints the answer, both as JSON.
+is about to need every one of them. Question and answer pass as JSON.
 """
 
 import json
-import os
 import subprocess
 import sys
 from dataclasses import dataclass
@@ -44,14 +43,13 @@ class Question:
 
 def decide_apart(question: Question) -> Decision:
     """Raises what the answer raises: BudgetError, ValueError."""
-    package = str(Path(__file__).parents[2])
-    path = os.pathsep.join((package, *filter(None, (os.environ.get("PYTHONPATH"),))))
+    package = str(Path(__file__).parents[2])  # last, and the present folder not at all: nothing may hide a module
+    script = f"import sys; sys.path.append({package!r}); from counterpoint.planner.apart import main; main()"
     found = subprocess.run(
-        [sys.executable, "-m", "counterpoint.planner.apart"],
+        [sys.executable, "-P", "-c", script],
         input=json.dumps(to_json(question)),
         capture_output=True,
         text=True,
-        env=os.environ | {"PYTHONPATH": path},
         check=False,
     )
     if found.returncode:
@@ -75,5 +73,6 @@ def _answered(data: Any) -> Any:
         return {"value": str(error)}
 
 
-if __name__ == "__main__":
+def main() -> None:
+    """Answer the question on standard input."""
     json.dump(_answered(json.load(sys.stdin)), sys.stdout)
