@@ -42,8 +42,8 @@ class ProcessMemory:
 
     @property
     def trusted_bytes(self) -> int:
-        """Free pages that a computation may be expected to find; half of the room is left if it does not."""
-        return (self.memory_bytes - self.limit_bytes) // 2
+        """Free pages that a computation may be expected to find; two thirds of the room are left if it does not."""
+        return (self.memory_bytes - self.limit_bytes) // 3
 
     def __str__(self) -> str:
         """The last line of the forecast."""
