@@ -12,10 +12,10 @@ from collections.abc import Sequence
 from statistics import median
 from typing import NamedTuple
 
-_BYTES = 16 << 20
-_HUGE_BYTES = 2 << 20
-_SMALL_BYTES = 256 << 10  # what is smaller never leaves the process: see `runtime/memory_process.py`
-_PRIVATE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS
+from counterpoint.runtime.memory import PRIVATE, UNIT_BYTES
+from counterpoint.runtime.memory_process import LEAVING_BYTES
+
+_BYTES = 16 << 20  # begins where it begins: all but the ends lies in huge pages where they are asked for
 _MADV_NOHUGEPAGE = 15
 _TIMES = 5
 
@@ -28,8 +28,8 @@ class FreshPages(NamedTuple):
 
     def ns(self, sizes: Sequence[int]) -> int:
         """For tensors of these sizes, each in memory of its own."""
-        prices = (self.huge if size >= _HUGE_BYTES else self.ordinary for size in sizes)
-        return int(sum(size * price for size, price in zip(sizes, prices, strict=True) if size >= _SMALL_BYTES))
+        prices = (self.huge if size >= UNIT_BYTES else self.ordinary for size in sizes)
+        return int(sum(size * price for size, price in zip(sizes, prices, strict=True) if size >= LEAVING_BYTES))
 
 
 def probe_pages() -> FreshPages:
@@ -42,7 +42,7 @@ def _ns_per_byte(advice: int) -> float:
 
 
 def _first_write_ns(advice: int) -> int:
-    with mmap.mmap(-1, _BYTES + _HUGE_BYTES, flags=_PRIVATE) as memory:  # a huge page may begin only within it
+    with mmap.mmap(-1, _BYTES, flags=PRIVATE) as memory:
         with contextlib.suppress(OSError):
             memory.madvise(advice)
         first, second = (_write_ns(memory) for _ in range(2))

@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     import torch
 
 PAGE_BYTES = mmap.PAGESIZE
-_PRIVATE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS  # Python's default, MAP_SHARED, gets no huge pages
+PRIVATE = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS  # Python's default, MAP_SHARED, gets no huge pages
 _MADV_POPULATE_WRITE = 23
 _MOVE = 1 | 2 | 4  # MREMAP_MAYMOVE, MREMAP_FIXED and MREMAP_DONTUNMAP
 UNIT_BYTES = 2 << 20  # a huge page, which a move of less would split
@@ -45,7 +45,7 @@ class Region:
 
     def __init__(self, num_bytes: int) -> None:
         self.num_bytes = round_to_pages(num_bytes)
-        self._map = mmap.mmap(-1, self.num_bytes, flags=_PRIVATE)
+        self._map = mmap.mmap(-1, self.num_bytes, flags=PRIVATE)
         self._advise()
 
     def _advise(self) -> None:

@@ -84,6 +84,7 @@ def _limit_in(file: Path) -> int:
     return _UNLIMITED if text == "max" else int(text)
 
 
+LEAVING_BYTES = 256 << 10  # freed tensors of that size leave the process where they may not wait
 HEAP_BYTES = 32 << 20  # what glibc can be told to keep in its heap: tensors below that
 
 
@@ -103,7 +104,7 @@ def give_back_freed_memory() -> bool:
     Tensors of 256 KiB and more get their own mapping and vanish when freed. Huge pages under them make up for a part of
     the page faults, if torch was told of them before its first tensor.
     """
-    return _set_thresholds(256 << 10, 16 << 20, _MANY_MAPPINGS)
+    return _set_thresholds(LEAVING_BYTES, 16 << 20, _MANY_MAPPINGS)
 
 
 def _set_thresholds(mmap_bytes: int, trim_bytes: int, num_mappings: int) -> bool:
