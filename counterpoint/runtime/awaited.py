@@ -6,11 +6,15 @@ from counterpoint.runtime.transport import PeerGone
 
 
 class Awaited:
-    """What `device` waits for: the caller's thread, each lane that talks to a peer, a question to one."""
+    """What `device` waits for: the caller's thread, each lane that talks to a peer, a question to one.
+
+    Who waits for nothing when it hears of the loss has at least come to some computation.
+    """
 
     def __init__(self, device: int) -> None:
         self.device = device
         self.by_caller: Task | None = None
+        self.computed: Task | None = None
         self.by_lane: dict[str, Task] = {}
         self.asked, self.question = 0, ""
 
@@ -23,7 +27,9 @@ class Awaited:
         first = [self.by_caller] if self.by_caller is not None else []
         found = dict.fromkeys(dump_task(task) for task in (*first, *tuple(self.by_lane.values())))
         found |= {self.question: None} if self.question else {}
-        return f"; device {self.device} was waiting for {', '.join(found)}" if found else ""
+        if found:
+            return f"; device {self.device} was waiting for {', '.join(found)}"
+        return f"; device {self.device} had come to {dump_task(self.computed)}" if self.computed is not None else ""
 
     def gone(self, task: Task | None, error: BaseException) -> str:
         """That the peer of a task, or of the question if there is none, is gone."""

@@ -96,6 +96,7 @@ class Executor:
             if job.lane in self.lanes:
                 self.lanes.put(job)
             else:
+                self.awaited.computed = task
                 self._run(job)
                 self._raise()
         self._prune()
