@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 
 from counterpoint.core.errors import BudgetError
-from counterpoint.core.machine import Machine
+from counterpoint.core.machine import Device, Machine
 from counterpoint.core.profile import Profile
 from counterpoint.core.task import PER_MICROBATCH, Buffer
 from counterpoint.core.units import format_bytes
@@ -13,10 +13,14 @@ UPDATE_STAGING_BYTES = 24 << 20  # memory through which layers are updated at ho
 
 @dataclass(frozen=True, slots=True)
 class Homes:
-    """Tiers by device and layer for what persists, by device for what comes home for a while."""
+    """Tiers by device and layer for what persists, by device for what comes home for a while.
+
+    `evict_bytes_per_s` is how fast each device writes to its first home, if that is known.
+    """
 
     layers: tuple[tuple[str, ...], ...]
     passing: tuple[str, ...]
+    evict_bytes_per_s: tuple[int, ...] = ()
 
     def of(self, device: int, buffer: Buffer) -> str:
         if buffer.kind in PER_MICROBATCH or buffer.kind == "grad":
@@ -54,4 +58,9 @@ def fill_homes(machine: Machine, profile: Profile, num_devices: int) -> Homes:
             row.append(placed[key])
         rows.append(tuple(row))
     passing = tuple(d.homes[0].tier if d.homes else "" for d in machine.devices[:num_devices])
-    return Homes(tuple(rows), passing)
+    return Homes(tuple(rows), passing, tuple(_evict_speed(machine, d) for d in machine.devices[:num_devices]))
+
+
+def _evict_speed(machine: Machine, device: Device) -> int:
+    """The slowest link on the way to the first home; 0 if there is none."""
+    return min((machine.link(name).bytes_per_s for home in device.homes[:1] for name in home.evict), default=0)

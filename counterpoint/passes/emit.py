@@ -3,14 +3,18 @@
 from collections.abc import Iterator
 from dataclasses import dataclass
 
+from counterpoint.core.costs import Costs
 from counterpoint.core.errors import ProgramError
 from counterpoint.core.homes import Homes
-from counterpoint.core.program import Program, writes
+from counterpoint.core.program import Program, lane, writes
 from counterpoint.core.task import Buffer, Drop, Evict, Load, Task, Update, shift_buffer
 from counterpoint.passes.body import Body, Gap
+from counterpoint.passes.landing import Clock, landings
 from counterpoint.passes.lives import Life, canonical
 
 WINDOW = 256  # a load is hoisted over at most so many tasks
+_LEFT = ("weight", "state")  # what every step begins with at home; the first step loads it in order to drop it
+_ROUNDS = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,12 +40,11 @@ class _Run:
 class Emitter:
     """Turns one device's lives and chosen gaps into tasks."""
 
-    def __init__(
-        self, program: Program, device: int, workspace: list[int], lives: dict[Buffer, Life], body: Body
-    ) -> None:
+    def __init__(self, program: Program, device: int, costs: Costs, lives: dict[Buffer, Life], body: Body) -> None:
         self.program, self.device, self.lives, self.body = program, device, lives, body
-        self.workspace = workspace
         self.tasks = program.devices[device].body
+        self.workspace = [costs.workspace_bytes(task) for task in self.tasks]
+        self.clock = Clock.of(costs.duration_ns(task) if lane(task) == "compute" else 0 for task in self.tasks)
         self.count = len(self.tasks)
         self.gaps: dict[tuple[Buffer, int], Gap] = {}
         self.rooms: dict[Buffer, Gap] = {}
@@ -54,11 +57,14 @@ class Emitter:
 
     def place(self, budget: int, homes: Homes) -> Placed:
         runs = [run for life in self.lives.values() for run in self._runs(life)]
-        self._hoist([run for run in runs if run.load_time is not None], budget)
+        levels = self.body.occupied()
+        self._let_land(runs, levels, budget, homes)
+        self._hoist([run for run in runs if run.load_time is not None], levels, budget)
         start: dict[Buffer, bool] = {}
         for run in runs:
             self._note_start(run, start)
-        return Placed(tuple(self._write(runs, start, budget, homes)), start)
+        tasks = self._write(runs, start, budget, homes)
+        return Placed(tuple(tasks), start)
 
     def _runs(self, life: Life) -> Iterator[_Run]:
         """Cut a life at its given-up gaps and at the program's own drops."""
@@ -100,22 +106,52 @@ class Emitter:
             run.earliest = self.home_since.get(run.life.buffer, -1) + 1
             run.load_time = max(run.first - tail, run.earliest)
 
-    def _hoist(self, runs: list[_Run], budget: int) -> None:
-        """Move loads to earlier positions, in the order of need, as far as memory allows."""
-        levels, count = self.body.occupied(), self.count
-        runs.sort(key=lambda run: (run.first % count, run.life.buffer))
-        previous = -count
+    def _let_land(self, runs: list[_Run], levels: list[int], budget: int, homes: Homes) -> None:
+        """Count what is behind an evict until that will have ended, where there is room: loads keep out of its place."""
+        speeds = homes.evict_bytes_per_s[self.device : self.device + 1]
+        if not any(speeds):
+            return
+        leaving: list[tuple[int, int, _Run]] = []
         for run in runs:
-            assert run.load_time is not None
+            homeward = zip(run.life.touches, self.homeward(run.life), strict=True)
+            written = [touch.time for touch, home in homeward if home and run.first <= touch.time <= run.last]
+            leaving += [(time % self.count, time, run) for time in written]
+        leaving.sort(key=lambda row: row[:2])
+        found = landings(self.clock, [(position, run.life.size) for position, _, run in leaving], speeds[0])
+        for landing, (position, time, run) in zip(found, leaving, strict=True):
+            if run.dropped:
+                for later in range(run.last + 1, min(landing + time - position, run.last + self.count)):
+                    if levels[later % self.count] + run.life.size <= budget:
+                        levels[later % self.count] += run.life.size
+
+    def _hoist(self, runs: list[_Run], levels: list[int], budget: int) -> None:
+        """Move loads to earlier positions, in the order of need, as far as memory allows.
+
+        Those of the next step that reach back into this one come last: it needs its own first.
+        """
+        count = self.count
+        runs.sort(key=lambda run: (run.first % count, run.life.buffer))
+        previous = 0
+        for run in runs:
             offset = run.first - run.first % count
-            time = run.load_time - offset
-            limit = max(run.earliest - offset, previous, time - WINDOW)
-            if time > 0 and limit < time:
-                time = _hoisted(levels, max(limit, 0), time, run.life.size, budget)
-            if limit < time <= 0:
-                time = _hoisted(levels, limit + count, time + count, run.life.size, budget) - count
-            previous = time
+            previous = self._hoist_one(run, offset, max(previous, 0), levels, budget)
+        previous -= count
+        for run in runs:
+            offset = run.first - run.first % count
+            if run.load_time is None or run.load_time > offset:
+                break
+            previous = self._hoist_one(run, offset, previous, levels, budget)
+
+    def _hoist_one(self, run: _Run, offset: int, previous: int, levels: list[int], budget: int) -> int:
+        """The position of its load, not before `previous`; those before the step in which it is needed are negative."""
+        assert run.load_time is not None
+        time = run.load_time - offset
+        limit = max(run.earliest - offset, previous, run.first - offset - WINDOW)
+        if limit < time:
+            start = 0 if time > 0 else -self.count
+            time = _hoisted(levels, max(limit, start) - start, time - start, run.life.size, budget) + start
             run.load_time = time + offset
+        return time
 
     def _note_start(self, run: _Run, start: dict[Buffer, bool]) -> None:
         """Instances of a run that lie across the body's beginning, and whether home has their content there."""
@@ -140,12 +176,20 @@ class Emitter:
                 wanted = False
         return found[::-1]
 
-    def _write(self, runs: list[_Run], start: dict[Buffer, bool], budget: int, homes: Homes) -> Iterator[Task]:
+    def _write(self, runs: list[_Run], start: dict[Buffer, bool], budget: int, homes: Homes) -> list[Task]:
+        """What is behind an evict when a step ends may go in the next one, if steps that begin with it end so too."""
         sizes = {life.buffer: life.size for life in self.lives.values()}
         m = self.program.num_microbatches
         writer = _Writer(self, homes, budget, sum(sizes[canonical(buffer, m)[0]] for buffer in start))
         writer.plan(runs)
-        return writer.go()
+        left: dict[Buffer, int] = {}
+        for _ in range(_ROUNDS):
+            tasks, found = writer.written(left)
+            if found == left:
+                start.update(dict.fromkeys(left, True))
+                return tasks
+            left = found
+        return writer.written({}, leaves=False)[0]
 
     def instance(self, life: Life, time: int) -> tuple[int, Buffer]:
         """The position in the body at which an instance's time falls, and the instance's name there."""
@@ -157,12 +201,13 @@ class _Writer:
     """Writes the list, dropping what may go as late as possible, so that nobody waits for an evict early."""
 
     def __init__(self, emitter: Emitter, homes: Homes, budget: int, held: int) -> None:
-        self.emitter, self.homes, self.budget, self.held = emitter, homes, budget, held
+        self.emitter, self.homes, self.budget, self.held_at_start = emitter, homes, budget, held
         count = emitter.count
         self.loads: list[list[tuple[int, Buffer, int]]] = [[] for _ in range(count)]
         self.evicts: list[list[Buffer]] = [[] for _ in range(count)]
         self.drops: list[list[tuple[Buffer, int]]] = [[] for _ in range(count)]
         self.births = [0] * count  # less what the program's own drops free
+        self.held = 0
         self.free: dict[Buffer, int] = {}  # clean or dead
         self.leaving: dict[Buffer, int] = {}  # behind an evict
 
@@ -186,7 +231,19 @@ class _Writer:
                     position, buffer = at(life, touch.time)
                     self.evicts[position].append(buffer)
 
-    def go(self) -> Iterator[Task]:
+    def written(self, left: dict[Buffer, int], leaves: bool = True) -> tuple[list[Task], dict[Buffer, int]]:
+        """The list that begins with `left` behind evicts of the step before, and what it leaves so to the next."""
+        self.held, self.free, self.leaving = self.held_at_start + sum(left.values()), {}, dict(left)
+        tasks = list(self._tasks())
+        for queue in (self.free, self.leaving):
+            for buffer in list(queue):
+                if not (leaves and queue is self.leaving and buffer.kind in _LEFT):
+                    tasks.append(Drop(buffer))
+                    del queue[buffer]
+        m = self.emitter.program.num_microbatches
+        return tasks, {shift_buffer(buffer, -1, m): size for buffer, size in self.leaving.items()}
+
+    def _tasks(self) -> Iterator[Task]:
         emitter = self.emitter
         for position, task in enumerate(emitter.tasks):
             for _, buffer, size in sorted(self.loads[position]):
@@ -201,9 +258,6 @@ class _Writer:
                 yield Evict(buffer, self.homes.of(emitter.device, buffer))
             for buffer, size in self.drops[position]:
                 (self.leaving if buffer in leaving else self.free)[buffer] = size
-        for queue in (self.free, self.leaving):
-            for buffer in queue:
-                yield Drop(buffer)
 
     def _room(self, size: int, own: Buffer | None) -> Iterator[Task]:
         """Drop what may go until `size` fits, and the old copy of a buffer that is about to be loaded."""

@@ -138,8 +138,7 @@ class _DevicePlacer:
             return Placed((), {})
         body = body_of(self.program, self.device, self.costs, self.lives, pinned, ahead)
         choose(body, self.budget, quick)
-        workspace = [self.costs.workspace_bytes(task) for task in self.part.body]
-        return Emitter(self.program, self.device, workspace, self.lives, body).place(self.budget, self.homes)
+        return Emitter(self.program, self.device, self.costs, self.lives, body).place(self.budget, self.homes)
 
     def on_demand(self, writes_clean: bool) -> DeviceProgram:
         """Walk body after body until what is resident at its end repeats; force it if it never does."""

@@ -88,7 +88,7 @@ def test_freed_tensors_leave_only_where_fresh_memory_is_cheap() -> None:
     """Room for them makes a slow disk move more: worth while if fresh memory takes longer than that."""
     profile = chain()
     everything = sum(cost.weight_bytes + cost.grad_bytes + cost.state_bytes for cost in profile.layers)
-    machine = one_device(everything + 40 * MIB, 10**8)
+    machine = one_device(everything + 40 * MIB, 10**7)
     program, _ = Placement(profile, machine, PLAN).fastest()
     found = []
     for fresh_ns in (0, 1000 * MS):
