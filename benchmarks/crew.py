@@ -16,6 +16,8 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, TypeVar
 
+from counterpoint.runtime.tidy_heap import tidy_environment
+
 Row = dict[str, Any]
 Setting = TypeVar("Setting")
 ERROR_CHARACTERS = 3000
@@ -68,7 +70,7 @@ def run_devices(
         for device in range(count):
             out, err = (stack.enter_context((folder / f"{device}.{kind}").open("wb")) for kind in ("out", "err"))
             command = [sys.executable, script, *arguments]
-            environment = os.environ | environment_of(device, count, port)
+            environment = tidy_environment(os.environ) | environment_of(device, count, port)
             started.append(
                 subprocess.Popen(command, stdout=out, stderr=err, env=environment, preexec_fn=joining(groups))
             )

@@ -37,6 +37,7 @@ from crew import joining
 from slow_disk import slow_disk
 
 from counterpoint.core.units import format_bytes, parse_bytes
+from counterpoint.runtime.tidy_heap import tidy_environment
 
 MEMORY = Path("/sys/fs/cgroup/memory")
 SWAP_BYTES = 16 << 30
@@ -72,7 +73,8 @@ def contend(name: str, limit: int | None, swap: bool, arguments: argparse.Namesp
 def _run(command: list[str], join: Callable[[], None], patience: float) -> tuple[int | None, str, str]:
     """How a process ended and what it said; no code if it took too long."""
     with tempfile.TemporaryFile("w+") as out, tempfile.TemporaryFile("w+") as error:
-        process = subprocess.Popen(command, stdout=out, stderr=error, preexec_fn=join)
+        environment = tidy_environment(os.environ)
+        process = subprocess.Popen(command, stdout=out, stderr=error, env=environment, preexec_fn=join)
         try:
             code: int | None = process.wait(patience)
         except subprocess.TimeoutExpired:

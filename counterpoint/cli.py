@@ -42,7 +42,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Exit code: 0, 2 for anything the caller can fix (one line on stderr), 130 when interrupted."""
     try:
         options, unknown = _parser().parse_known_args(arguments)
-        options.given = list(sys.argv[1:] if arguments is None else arguments)
+        options.given, options.is_process = list(sys.argv[1:] if arguments is None else arguments), arguments is None
         if unknown:
             options.parser.refuse_unknown(unknown[0])
         code: int = options.handler(options)
@@ -207,6 +207,10 @@ def _plan(options: argparse.Namespace) -> int:
 
 def _run_job(options: argparse.Namespace, forecast_only: bool) -> int:
     refuse_missing()
+    if options.is_process:
+        from counterpoint.runtime.tidy_heap import begin_tidy
+
+        begin_tidy()
     if options.list:
         from counterpoint.job.models import builtin_models
 

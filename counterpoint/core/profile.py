@@ -116,12 +116,16 @@ class ValueCost:
 
 @dataclass(frozen=True, slots=True)
 class Profile:
-    """`samples` names what one sample of a microbatch is; `tokens_per_sample` turns samples/s into tokens/s."""
+    """`samples` names what one sample of a microbatch is; `tokens_per_sample` turns samples/s into tokens/s.
+
+    `tidy_heap` if freed memory of the process that it was measured in is found again by what comes next.
+    """
 
     name: str
     layers: tuple[LayerCost, ...]
     values: tuple[ValueCost, ...]
     tokens_per_sample: int = 1
+    tidy_heap: bool = False
 
     def __post_init__(self) -> None:
         self.outline()

@@ -9,6 +9,7 @@ from counterpoint.job.models import shape_of
 from counterpoint.job.packages import Package
 from counterpoint.planner.shapes import Transformer
 from counterpoint.runtime.probe import Findings
+from counterpoint.runtime.tidy_heap import SETTING, VARIABLE
 
 _MODELS = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl", "gpt-3.8b", "llama-8b", "gpt2-20b")
 _STATE_BYTES = 16  # per parameter: weight, gradient and two moments in fp32
@@ -81,6 +82,8 @@ def _machine(findings: Findings) -> Iterator[str]:
     accelerators = [f"{found.name} ({format_bytes(found.memory_bytes)})" for found in findings.accelerators]
     yield f"accelerators  {', '.join(accelerators) or 'none'}"
     yield f"torch         {findings.torch_version}"
+    if findings.is_glibc:
+        yield f"heap          scripts with a budget: {VARIABLE}={SETTING}=0, as `counterpoint train` has it by itself"
 
 
 def _flops(flops_per_s: int) -> str:

@@ -107,7 +107,7 @@ class Emitter:
             run.load_time = max(run.first - tail, run.earliest)
 
     def _let_land(self, runs: list[_Run], levels: list[int], budget: int, homes: Homes) -> None:
-        """Count what is behind an evict until that will have ended, where there is room: loads keep out of its place."""
+        """Count what is behind an evict until that will have ended, where there is room; loads keep out of its way."""
         speeds = homes.evict_bytes_per_s[self.device : self.device + 1]
         if not any(speeds):
             return

@@ -25,9 +25,10 @@ from counterpoint.simulator import simulate
 Freed = Literal["leave", "wait", "stay"]  # at once; in the heap, if they are small enough for it; all of them
 UNDECIDED_FRESH_PERCENT = 50
 _GAPS_PERCENT = 25  # of what the largest computation has in hand, where no other microbatch lies in the gaps it leaves
-_ROOMS = ((350, 20), (150, 40))
-"""Room in percent of what most computations have in hand, and what percentage of it still comes from the system then.
-A heap was seen to settle at the first; at the second it is cut back every now and then."""
+_ROOMS = {False: ((350, 20), (150, 40)), True: ((200, 10), (120, 25))}
+"""Room in percent of what most computations have in hand, and what percentage of it still comes from the system then;
+for heaps that are not `tidy`, and those that are. A heap was seen to settle at the first; at the second it is cut back
+every now and then."""
 
 
 def beside_freed(
@@ -37,7 +38,7 @@ def beside_freed(
     if _has_plenty(profile, machine, plan, program):
         return _as_it_is(profile, machine, plan, program, "stay", steps)
     found = [_as_it_is(profile, machine, plan, program, "leave", steps)]
-    for room_percent, fresh_percent in _ROOMS if plan.residency == "planned" else ():
+    for room_percent, fresh_percent in _ROOMS[profile.tidy_heap] if plan.residency == "planned" else ():
         roomier = _with_room(profile.with_fresh(fresh_percent), machine, plan, program, room_percent)
         with suppress(BudgetError):
             found.append((roomier, *Placement(roomier, machine, plan).fastest(steps), "wait"))

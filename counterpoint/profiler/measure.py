@@ -17,6 +17,7 @@ from counterpoint.runtime.frame import Flat, Frame
 from counterpoint.runtime.gradients import collect_into, discarding
 from counterpoint.runtime.memory_process import trim
 from counterpoint.runtime.optimizer import SLICE_ELEMENTS, UpdateRule
+from counterpoint.runtime.tidy_heap import is_tidy
 
 _MOST_TIMES, _ENOUGH_NS = 3, 1_000_000_000  # a layer is run so often, or so long
 
@@ -76,7 +77,7 @@ def profile_of(
         )
         for outline_value, index in zip(frame.outline.values, frame.values, strict=True)
     )
-    return Profile(name, tuple(costs), values, tokens_per_sample)
+    return Profile(name, tuple(costs), values, tokens_per_sample, is_tidy())
 
 
 def _samples(

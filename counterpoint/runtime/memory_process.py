@@ -126,6 +126,10 @@ def trim() -> bool:
     return True
 
 
+def is_glibc() -> bool:
+    return _glibc() is not None
+
+
 def _glibc() -> ctypes.CDLL | None:
     if not sys.platform.startswith("linux"):
         return None

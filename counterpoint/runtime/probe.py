@@ -14,7 +14,7 @@ from counterpoint.runtime.disk import Disk
 from counterpoint.runtime.disk_file import free_bytes
 from counterpoint.runtime.disk_transfer import Transfer
 from counterpoint.runtime.memory import Region
-from counterpoint.runtime.memory_process import cgroup_folders, memory_limit_bytes, physical_memory_bytes
+from counterpoint.runtime.memory_process import cgroup_folders, is_glibc, memory_limit_bytes, physical_memory_bytes
 from counterpoint.runtime.probe_compute import gemm, mean_ns, probe_copy, probe_gemm, torch_threads
 
 _PIECE_BYTES = 8 << 20  # four of them are in memory, within what a small budget leaves
@@ -59,6 +59,7 @@ class Findings:
     disk: DiskSpeed
     contention_percent: int
     torch_version: str
+    is_glibc: bool
     accelerators: tuple[Accelerator, ...]
 
 
@@ -81,6 +82,7 @@ def probe_machine(folder: str | Path) -> Findings:
         disk=speed,
         contention_percent=contention,
         torch_version=torch.__version__,
+        is_glibc=is_glibc(),
         accelerators=find_accelerators(),
     )
 

@@ -13,7 +13,8 @@ GB = 10**9
 LAPTOP = Findings(
     num_cores=8, physical_memory_bytes=16 << 30, memory_limit_bytes=16 << 30, copy_bytes_per_s=10 * GB,
     float32_flops_per_s=400 * GB, bfloat16_flops_per_s=0, file_system="ext4", direct=True, free_bytes=500 * GB,
-    disk=DiskSpeed(3 * GB, 2 * GB, 3 * GB), contention_percent=30, torch_version="2.13.0", accelerators=(),
+    disk=DiskSpeed(3 * GB, 2 * GB, 3 * GB), contention_percent=30, torch_version="2.13.0",
+    is_glibc=True, accelerators=(),
 )  # fmt: skip
 
 
