@@ -45,9 +45,10 @@ def summarize(timeline: Timeline, budgets: Sequence[int] = ()) -> str:
 
 def _run(timeline: Timeline) -> tuple[Entry, ...]:
     steps = len(timeline.step_ends_ns)
+    begin = min((span.start_ns for span in timeline.spans), default=0)  # a measured one may begin within the run
     return (
         Entry("step", format_ns(timeline.step_ns)),
-        Entry(f"{steps} step{'s' * (steps != 1)} in all", format_ns(timeline.makespan_ns)),
+        Entry(f"{steps} step{'s' * (steps != 1)} in all", format_ns(timeline.makespan_ns - begin)),
         Entry("devices", str(timeline.num_devices)),
         Entry("tasks", str(len(timeline.spans))),
     )

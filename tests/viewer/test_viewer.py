@@ -191,3 +191,9 @@ def test_trace_has_processes_threads_counters_and_arrows() -> None:
     counters = [e for e in events if e["ph"] == "C"]
     assert {e["name"] for e in counters} == {"memory, device 0", "memory, device 1", "memory, host"}
     assert {e["pid"] for e in counters if "host" in e["name"]} == {2}
+
+
+def test_a_timeline_from_within_a_run_counts_from_its_own_beginning() -> None:
+    spans = (Span(0, "compute", Forward(0, 0, 0, 0), 900 * MS, 910 * MS, 0),)
+    timeline = Timeline(1, spans, (910 * MS,), (), (), ())
+    assert re.search(r"1 step in all +10\.0 ms", summarize(timeline))
