@@ -207,15 +207,15 @@ def _plan(options: argparse.Namespace) -> int:
 
 def _run_job(options: argparse.Namespace, forecast_only: bool) -> int:
     refuse_missing()
-    if options.is_process:
-        from counterpoint.runtime.tidy_heap import begin_tidy
-
-        begin_tidy()
     if options.list:
         from counterpoint.job.models import builtin_models
 
         print("\n".join(f"{name:<16}{text}" for name, text in builtin_models().items()))
         return 0
+    if options.is_process:
+        from counterpoint.runtime.tidy_heap import begin_tidy
+
+        begin_tidy()
     from counterpoint.job.run import train
     from counterpoint.job.several import is_started, start
 

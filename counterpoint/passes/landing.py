@@ -30,11 +30,6 @@ class Clock:
     def num_positions(self) -> int:
         return len(self.starts_ns) - 1
 
-    def end_ns(self, time: int) -> int:
-        """When the task at a time, which may lie in another step, has ended."""
-        step, position = divmod(time, self.num_positions)
-        return step * self.body_ns + self.starts_ns[position + 1]
-
     def first_from(self, moment_ns: int) -> int:
         """The time of the first task that does not begin before a moment.
 
@@ -63,6 +58,6 @@ def landings(clock: Clock, evicts: Sequence[tuple[int, int]], bytes_per_s: int) 
         begin = step * clock.body_ns
         found.clear()
         for position, num_bytes in evicts:
-            free = max(free, begin + clock.end_ns(position)) + num_bytes * _NS // bytes_per_s
+            free = max(free, begin + clock.starts_ns[position + 1]) + num_bytes * _NS // bytes_per_s
             found.append(clock.first_from(free) - step * clock.num_positions)
     return found

@@ -12,7 +12,7 @@ from counterpoint.core.machine import Device, Home, Link, Machine, Tier
 from counterpoint.core.plan import Plan, equal_packs
 from counterpoint.core.profile import Curve, LayerCost, Profile, ValueCost
 from counterpoint.core.program import Program, lane, unroll
-from counterpoint.core.task import Drop, Evict, Load
+from counterpoint.core.task import Buffer, Drop, Evict, Load, Task
 from counterpoint.passes.lives import device_reads, device_writes
 from counterpoint.passes.residency import place, smallest_budgets
 from counterpoint.schedules import write_program
@@ -80,10 +80,10 @@ def test_loads_come_in_the_order_of_need_also_around_the_end_of_a_step(num_devic
         assert all(a <= b for a, b in pairwise(needs))
 
 
-def _touched(program: Program, task: object) -> list[object]:
-    if isinstance(task, (Load, Evict, Drop)) or lane(task) != "compute":  # type: ignore[arg-type]
+def _touched(program: Program, task: Task) -> list[Buffer]:
+    if lane(task) != "compute":
         return []
-    return [*device_reads(task, program.outline), *device_writes(task, program.outline)]  # type: ignore[arg-type]
+    return [*device_reads(task, program.outline), *device_writes(task, program.outline)]
 
 
 def test_what_is_written_last_goes_in_the_next_step() -> None:
