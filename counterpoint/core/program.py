@@ -13,6 +13,7 @@ from typing import assert_never
 
 from counterpoint.core.outline import Outline
 from counterpoint.core.task import (
+    PER_MICROBATCH,
     AllReduce,
     Backward,
     Buffer,
@@ -178,7 +179,10 @@ def forward_values(outline: Outline, first: int, last: int, stashes: tuple[int, 
 
 
 def lane(task: Task) -> str:
-    """The in-order queue that runs the task; there is one send and one receive lane per peer."""
+    """The in-order queue that runs the task; there is one send and one receive lane per peer.
+
+    Values that leave are small, and computations wait for their room: they do not queue behind weights and states.
+    """
     match task:
         case Forward() | Backward() | Norm():
             return "compute"
@@ -186,8 +190,8 @@ def lane(task: Task) -> str:
             return "host" if host else "compute"
         case Load():
             return "load"
-        case Evict():
-            return "evict"
+        case Evict(buffer, _):
+            return "evict values" if buffer.kind in PER_MICROBATCH else "evict"
         case Drop():
             return "drop"
         case Send(_, peer):

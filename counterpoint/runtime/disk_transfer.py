@@ -42,15 +42,16 @@ class Transfer:
             raise self._error
 
     def run(self, chunk_bytes: int) -> int:
-        """Move chunks until none is left to claim; the number of bytes this thread has moved."""
-        moved = 0
-        while (start := self._claim(chunk_bytes)) is not None:
-            chunk = self._view[start : start + chunk_bytes]
-            error = self._move(chunk, self._offset + start)
-            moved += 0 if error else len(chunk)
-            chunk.release()
-            self._settle(error)
-        return moved
+        """Move the next chunk; the number of bytes moved, 0 if none was left or it failed."""
+        start = self._claim(chunk_bytes)
+        if start is None:
+            return 0
+        chunk = self._view[start : start + chunk_bytes]
+        num_bytes = len(chunk)
+        error = self._move(chunk, self._offset + start)
+        chunk.release()
+        self._settle(error)
+        return 0 if error else num_bytes
 
     def cancel(self, reason: str) -> None:
         """Claim no further chunk; done as soon as no thread is within one."""
@@ -100,7 +101,7 @@ class Transfer:
 
 
 class Threads:
-    """A few threads for one direction; a large transfer is shared by all of them, in the order of submission."""
+    """A few threads for one direction. All share a large transfer; transfers under way take turns, chunk by chunk."""
 
     def __init__(self, name: str, num_threads: int, chunk_bytes: int) -> None:
         self.moved_bytes = 0
@@ -144,9 +145,11 @@ class Threads:
 
     def _serve(self) -> None:
         while (transfer := self._queue.get()) is not None:
-            if self._closed:
-                transfer.cancel("the disk was closed")
-            moved = transfer.run(self._chunk_bytes)
+            moved = 0 if self._closed else transfer.run(self._chunk_bytes)
             with self._lock:
                 self.moved_bytes += moved
+                if self._closed:
+                    transfer.cancel("the disk was closed")
+                elif moved:
+                    self._queue.put(transfer)
             del transfer  # an idle thread must not keep its last transfer's memory

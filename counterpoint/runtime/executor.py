@@ -44,7 +44,7 @@ from counterpoint.runtime.record import Record
 from counterpoint.runtime.store import Store
 from counterpoint.runtime.transport import PeerGone, Transport
 
-LANES = ("load", "evict", "drop", "host")
+LANES = ("load", "evict", "evict values", "drop", "host")
 ASIDE = "aside"
 WATCHDOG_SECONDS = 600
 _LOOK_SECONDS = 0.25
