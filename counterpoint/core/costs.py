@@ -66,6 +66,11 @@ class Costs:
         forward = max(layer.forward_workspace_bytes.at(size) for layer in layers)
         return sum(layer.saved_bytes.at(size) for layer in layers) + max(forward, backward)
 
+    def large_bytes(self, task: Forward | Backward) -> int:
+        """At most so much of a computation's memory lies in tensors that are too large for the heap."""
+        size = self.microbatch_size * task.count
+        return sum(layer.large_bytes.at(size) for layer in self.profile.layers[task.first : task.last + 1])
+
     def duration_ns(self, task: Task, speed_percent: int = 100) -> int:
         """Time of a computation; transfers are the simulator's business."""
         match task:

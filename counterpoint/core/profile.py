@@ -57,7 +57,8 @@ class LayerCost:
 
     The workspaces are what a forward or backward needs for its own duration beyond what it reads and writes.
     `old_bytes` is what weights take that are only computed with, 0 if that is no less than `weight_bytes`. The fresh
-    times are what it takes longer if all memory that it makes comes from the operating system.
+    times are what it takes longer if all memory that it makes comes from the operating system. `large_bytes` is
+    what of its memory lies in tensors too large for the heap, forward or backward, saved ones included.
     """
 
     name: str
@@ -76,6 +77,7 @@ class LayerCost:
     old_bytes: int = 0
     forward_fresh_ns: Curve = ZERO
     backward_fresh_ns: Curve = ZERO
+    large_bytes: Curve = ZERO
 
     def __post_init__(self) -> None:
         for name in (

@@ -11,7 +11,7 @@ from torch import Tensor
 from counterpoint.core.profile import Curve, LayerCost, Profile, ValueCost
 from counterpoint.decomposer.chain import Chain, Layer
 from counterpoint.profiler.fresh_pages import FreshPages, probe_pages
-from counterpoint.profiler.meter import Meter, storage_bytes
+from counterpoint.profiler.meter import Meter, is_large, storage_bytes
 from counterpoint.runtime.backend import CPU
 from counterpoint.runtime.frame import Flat, Frame
 from counterpoint.runtime.gradients import collect_into, discarding
@@ -31,6 +31,7 @@ class _Memory:
     backward_workspace_bytes: int
     forward_fresh_ns: int
     backward_fresh_ns: int
+    large_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +119,7 @@ def _layer_cost(
         backward_workspace_bytes=curve(lambda s: s.memory.backward_workspace_bytes),
         tied=frame.outline.layers[layer.index].tied,
         old_bytes=frame.olds[layer.index].num_bytes,
+        large_bytes=curve(lambda s: s.memory.large_bytes),
     )
 
 
@@ -196,7 +198,9 @@ class _Runner:
         with Meter([*fixed, *self.targets.values(), *inputs, *kept]) as backward:
             self._backward(outputs, set())
         fresh = (self.pages.ns(forward.made), self.pages.ns(backward.made))
-        return _Memory(storage_bytes(kept), workspace, backward.peak_bytes, *fresh)
+        kept_large = storage_bytes([tensor for tensor in kept if is_large(tensor.untyped_storage().nbytes())])
+        large = max(forward.peak_large_bytes, kept_large + backward.peak_large_bytes)
+        return _Memory(storage_bytes(kept), workspace, backward.peak_bytes, *fresh, large)
 
     def _inputs(self, size: int) -> list[Tensor]:
         return [_stand_in(self.chain.values[i].shape_at(size), self.chain.values[i].dtype) for i in self.layer.inputs]

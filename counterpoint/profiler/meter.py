@@ -7,16 +7,19 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from counterpoint.runtime.memory_process import HEAP_BYTES
+
 
 class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts storages that operators return, from their making to their end; what was there before does not count.
 
-    `made` are the sizes of all of them.
+    `made` are the sizes of all of them; `peak_large_bytes` counts only those that are too large for the heap.
     """
 
     def __init__(self, known: list[Tensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.live_bytes = self.peak_bytes = 0
+        self.live_large_bytes = self.peak_large_bytes = 0
         self.made: list[int] = []
         self._known = {tensor.untyped_storage().data_ptr() for tensor in known}
         self._counted: set[int] = set()
@@ -35,14 +38,24 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return
         self._counted.add(address)
         self.made.append(size)
-        self.live_bytes += size
+        self._grow(size)
         self.peak_bytes = max(self.peak_bytes, self.live_bytes)
+        self.peak_large_bytes = max(self.peak_large_bytes, self.live_large_bytes)
         weakref.finalize(storage, self._release, address, size)
 
     def _release(self, address: int, size: int) -> None:
         if address in self._counted:
             self._counted.discard(address)
-            self.live_bytes -= size
+            self._grow(-size)
+
+    def _grow(self, size: int) -> None:
+        self.live_bytes += size
+        self.live_large_bytes += size if is_large(abs(size)) else 0
+
+
+def is_large(num_bytes: int) -> bool:
+    """Whether a tensor of so many bytes is too large for the heap."""
+    return num_bytes >= HEAP_BYTES
 
 
 def storage_bytes(tensors: list[Tensor]) -> int:

@@ -256,8 +256,7 @@ class Executor:
                     self.store.rename(old, new)
             case Load(buffer, _):
                 self.outside.before_load(buffer)
-                self.store.load(buffer)
-                self.outside.headroom.landed(buffer)
+                self.store.load(buffer, self.outside.headroom.landed)
             case Evict(buffer, _):
                 self.store.evict(buffer)
             case Drop(buffer):

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 from counterpoint.core.task import Buffer, Task
 from counterpoint.runtime.memory import Pool
-from counterpoint.runtime.memory_process import HEAP_BYTES, resident_bytes, trim
+from counterpoint.runtime.memory_process import resident_bytes, trim
 
 _UNLIMITED = 1 << 62
 
@@ -42,8 +42,8 @@ class Headroom:
         self.base_bytes, self.limit_bytes = base_bytes, limit_bytes
         self.target_bytes = limit_bytes if target_bytes is None else target_bytes
         self.trusted_bytes = trusted_bytes
-        self.heap_bytes = HEAP_BYTES if target_bytes is None else _UNLIMITED  # tensors below that come from the heap
-        self.expected_bytes = self._needed_bytes = self._coming_bytes = self._made_bytes = 0
+        self.maps_large = target_bytes is None  # else large tensors come from the heap too
+        self.expected_bytes = self._needed_bytes = self._coming_bytes = self._made_bytes = self._spare_bytes = 0
         self._lock = threading.Lock()
         self._under_way: dict[Buffer, int] = {}
 
@@ -63,8 +63,9 @@ class Headroom:
             regions = max(0, made_bytes - self.pool.free_bytes)
             new = num_bytes - min(self.trusted_bytes, waiting, num_bytes - fresh_bytes)
             excess = max(new - self.limit_bytes, least - self.target_bytes) + resident + regions
+            self._spare_bytes = max(0, waiting - (num_bytes - fresh_bytes))
             if self._give_back(excess, made_bytes):
-                resident, new = self._occupied_bytes(), num_bytes
+                resident, new, self._spare_bytes = self._occupied_bytes(), num_bytes, 0
             self.expected_bytes = resident + new + regions
             self._needed_bytes, self._made_bytes = new + regions, made_bytes
             self._coming_bytes = fresh_bytes if self.expected_bytes + fresh_bytes > self.limit_bytes else 0
@@ -80,23 +81,31 @@ class Headroom:
 
     def load(self, buffer: Buffer, num_bytes: int) -> None:
         """A region of so many bytes is about to be taken, beside a computation."""
-        free = max(0, self.pool.free_bytes - self._made_bytes)
-        self.arrive(buffer, max(0, num_bytes - free), self._made_bytes + num_bytes)
+        with self._lock:
+            free = max(0, self.pool.free_bytes - self._made_bytes)
+            self._arrive(buffer, max(0, num_bytes - free), self._made_bytes + num_bytes)
 
-    def arrive(self, buffer: Buffer, num_bytes: int, kept_bytes: int = 0) -> None:
+    def receive(self, buffer: Buffer, num_bytes: int) -> None:
+        """A value of so many bytes is about to come from a peer: into pages of the heap that nobody needs, if any."""
+        with self._lock:
+            found = min(num_bytes, self._spare_bytes)
+            self._spare_bytes -= found
+            self._arrive(buffer, num_bytes - found, 0)
+
+    def _arrive(self, buffer: Buffer, num_bytes: int, kept_bytes: int) -> None:
         """So many bytes are about to come, beside a computation and so many free ones of regions.
 
         They are under way until the buffer has `landed`.
         """
-        with self._lock:
-            expected = max(self._occupied_bytes(), self.expected_bytes)
-            if self._give_back(expected + num_bytes - self.limit_bytes, kept_bytes):
-                self.expected_bytes = min(self.expected_bytes, self._occupied_bytes() + self._needed_bytes)
-            self.expected_bytes += num_bytes
-            self._under_way[buffer] = num_bytes
+        expected = max(self._occupied_bytes(), self.expected_bytes)
+        if num_bytes and self._give_back(expected + num_bytes - self.limit_bytes, kept_bytes):
+            self.expected_bytes = min(self.expected_bytes, self._occupied_bytes() + self._needed_bytes)
+            self._spare_bytes = 0
+        self.expected_bytes += num_bytes
+        self._under_way[buffer] = num_bytes
 
     def landed(self, buffer: Buffer) -> None:
-        """What was under way is resident."""
+        """The memory of what was under way is resident, if not its content."""
         with self._lock:
             self._under_way.pop(buffer, None)
 

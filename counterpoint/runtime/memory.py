@@ -82,10 +82,14 @@ class Region:
         """Whether a tensor, a view or a transfer of it lives."""
         return not self.resize(self.num_bytes)
 
-    def populate(self) -> None:
-        """Fault all pages in at once, so that the first use does not pay for them."""
-        with contextlib.suppress(OSError):
-            self._map.madvise(_MADV_POPULATE_WRITE)
+    def populate(self, offset_bytes: int = 0) -> None:
+        """Fault all pages from there on in at once, so that the first use does not pay for them."""
+        if offset_bytes >= self.num_bytes:
+            return
+        try:
+            self._map.madvise(_MADV_POPULATE_WRITE, offset_bytes, self.num_bytes - offset_bytes)
+        except OSError:  # a system that does not know how
+            ctypes.memset(self.address + offset_bytes, 0, self.num_bytes - offset_bytes)
 
     def resize(self, num_bytes: int) -> bool:
         """Remap to another size, keeping the pages in common; False if a view of it lives."""
@@ -176,7 +180,7 @@ class Pool:
         self._peak_in_use_bytes = 0
 
     def allocate(self, num_bytes: int) -> Region:
-        """A region of `num_bytes` in whole pages; its contents are whatever its last user left."""
+        """A region of `num_bytes` in whole pages, all resident; its contents are whatever its last user left."""
         size = round_to_pages(num_bytes)
         with self._lock:
             region = self._reuse(size) or self._build(size)
@@ -248,6 +252,7 @@ class Pool:
                 self._free.remove(source)
         self._unmap_beyond(self.budget_bytes - size)
         self._count(size)
+        region.populate(filled)
         return region
 
     def _unmap(self, region: Region, num_bytes: int) -> None:

@@ -2,11 +2,9 @@
 
 from counterpoint.core.costs import Costs
 from counterpoint.core.program import writes
-from counterpoint.core.task import PER_LAYER, Backward, Buffer, Forward, activation, saved
+from counterpoint.core.task import PER_LAYER, Backward, Buffer, Forward, saved
 from counterpoint.runtime.headroom import Headroom
 from counterpoint.runtime.store import Store
-
-_WIDENING = 4  # of a transformer's block, inside
 
 
 class Outside:
@@ -49,7 +47,7 @@ class Outside:
     def before_arrival(self, buffer: Buffer) -> None:
         """What comes from a peer lies outside the pool."""
         self.buffers[buffer] = self.costs.buffer_bytes(buffer)
-        self.headroom.arrive(buffer, self.buffers[buffer])
+        self.headroom.receive(buffer, self.buffers[buffer])
 
     def dropped(self, buffer: Buffer) -> None:
         self.buffers.pop(buffer, None)
@@ -60,20 +58,5 @@ class Outside:
         self.headroom.forget()
 
     def _fresh_bytes(self, task: Forward | Backward, needed_bytes: int) -> int:
-        """What of a computation's memory cannot come from the heap: tensors that are too large for it.
-
-        Gradients of weights are as large as they. Within a layer values may be a few times as large as at its borders,
-        and in the last one, where the loss is, as large as can be.
-        """
-        outline, layers = self.store.frame.outline, range(task.first, task.last + 1)
-        borders = {*outline.inputs(task.first, task.last), *outline.outputs(task.first, task.last)}
-        widest = max((self.costs.buffer_bytes(activation(value, 0)) for value in borders), default=0)
-        heap_bytes = self.headroom.heap_bytes
-        if needed_bytes < heap_bytes:
-            return 0
-        if task.last == outline.num_layers - 1 or widest * _WIDENING >= heap_bytes:
-            return needed_bytes
-        owners = {owner for layer in layers for owner in (layer, *outline.layers[layer].tied)}
-        slots = (slot.num_bytes for owner in owners for slot in self.store.frame.weights[owner].slots)
-        largest = max(slots, default=0) if isinstance(task, Backward) else 0
-        return min(largest, needed_bytes) if largest >= heap_bytes else 0
+        """What of a computation's memory cannot come from the heap: tensors that are too large for it."""
+        return min(self.costs.large_bytes(task), needed_bytes) if self.headroom.maps_large else 0

@@ -134,13 +134,21 @@ class Store:
 
     # ---- transfers, each called by its own lane
 
-    def load(self, buffer: Buffer) -> None:
+    def load(self, buffer: Buffer, landed: Callable[[Buffer], None] = lambda buffer: None) -> None:
+        """Bring a buffer from home; `landed` is told as soon as its memory is there."""
+        region = self.pool.allocate(self._home_bytes(buffer))
+        landed(buffer)
         if buffer.kind in PER_LAYER:
-            self._load_flat(buffer)
+            self._load_flat(buffer, region)
         elif buffer.kind == "saved":
-            self._load_saved(buffer)
+            self._load_saved(buffer, region)
         else:
-            self._load_value(buffer)
+            self._load_value(buffer, region)
+
+    def _home_bytes(self, buffer: Buffer) -> int:
+        if buffer.kind in PER_LAYER:
+            return self.flat(buffer).num_bytes
+        return self.saved[buffer].num_bytes if buffer.kind == "saved" else round_to_blocks(self.forms[buffer].num_bytes)
 
     def evict(self, buffer: Buffer) -> None:
         if buffer.kind in PER_LAYER:
@@ -205,12 +213,9 @@ class Store:
             return self.names.lasting(buffer)
         return f"{kind} {owner} {number % (2 if kind == 'grad' else 2 * self.num_microbatches)}"
 
-    def _load_flat(self, buffer: Buffer) -> None:
-        num_bytes = self.flat(buffer).num_bytes
-        region = self.pool.allocate(num_bytes)
-        if buffer.kind == "state" and buffer.owner in self.fresh_states:
-            region.populate()
-        elif num_bytes:
+    def _load_flat(self, buffer: Buffer, region: Region) -> None:
+        fresh = buffer.kind == "state" and buffer.owner in self.fresh_states
+        if self.flat(buffer).num_bytes and not fresh:
             key = self.key(buffer)
             if self.versions is not None and buffer.kind in VERSIONED_KINDS:
                 self.versions.wait(key, self.names.base + buffer.number, self.stopped)
@@ -219,23 +224,21 @@ class Store:
             self.count(loaded=region.num_bytes)
         self.regions[buffer] = region
 
-    def _load_saved(self, buffer: Buffer) -> None:
-        region = self._read_back(self.key(buffer), self.saved[buffer].num_bytes)
+    def _load_saved(self, buffer: Buffer, region: Region) -> None:
+        self._read_back(buffer, region)
         self.saved[buffer].lie_in(region)
         self.saved_regions[buffer] = region
 
-    def _load_value(self, buffer: Buffer) -> None:
+    def _load_value(self, buffer: Buffer, region: Region) -> None:
         form = self.forms[buffer]
-        region = self._read_back(self.key(buffer), round_to_blocks(form.num_bytes))
+        self._read_back(buffer, region)
         storage = region.tensor(torch.uint8, (form.num_bytes,))
         self.lent.add(region.address)
         self.values[buffer] = _Held(restrided(storage, form), region)
 
-    def _read_back(self, key: str, num_bytes: int) -> Region:
-        region = self.pool.allocate(num_bytes)
-        self.passing.read(key, region).wait()
-        self.count(loaded=num_bytes)
-        return region
+    def _read_back(self, buffer: Buffer, region: Region) -> None:
+        self.passing.read(self.key(buffer), region).wait()
+        self.count(loaded=region.num_bytes)
 
     def _evict_value(self, buffer: Buffer) -> None:
         """Keep the strides: kernels may round differently on another layout."""

@@ -66,3 +66,22 @@ def test_an_update_on_the_host_waits_for_gradients_that_nobody_evicts() -> None:
     assert waits(text)["U0@0 host"] == ["B0.m0@0/0 recompute"]
     planned = text.replace("  U0", "  E g0@0 disk\n  U0")
     assert waits(planned)["U0@0 host"] == ["E g0@0 disk"]
+
+
+def test_a_value_that_leaves_does_not_queue_behind_weights() -> None:
+    leaving = """\
+layers 2
+values 0>1
+microbatches 2
+budgets 99
+device 0
+body
+  E w0@0 disk
+  F0.m0@0
+  E a0.m0 disk
+  F0.m1@0
+  E a0.m1 disk
+"""
+    found = waits(leaving)
+    assert "E w0@0 disk" not in found["E a0.m0 disk"]
+    assert "E a0.m0 disk" in found["E a0.m1 disk"]

@@ -8,7 +8,7 @@ from torch import nn
 
 from counterpoint.core.profile import Profile
 from counterpoint.decomposer import chain_of_modules
-from counterpoint.profiler import measure
+from counterpoint.profiler import measure, meter
 from counterpoint.profiler.measure import measured_sizes, profile_of
 from counterpoint.runtime.frame import Flat, frame_of
 from counterpoint.runtime.optimizer import UpdateRule
@@ -51,6 +51,15 @@ def test_the_workspace_of_a_backward_is_what_it_makes_itself() -> None:
         arrived = size * WIDTH * 4
         least, most = max(one_grad + inside, 2 * inside), one_grad + 2 * inside
         assert least <= block.backward_workspace_bytes.at(size) - arrived <= most
+
+
+def test_what_is_too_large_for_the_heap_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inside a block its values are four times as wide as outside."""
+    inside = 1024 * 4 * WIDTH * 4
+    monkeypatch.setattr(meter, "HEAP_BYTES", inside)
+    large = profile_at(16, 1024).layers[1].large_bytes
+    assert large.at(16) == 0
+    assert large.at(1024) in (2 * inside, 3 * inside)  # what tanh gave is saved; its gradient, and that of its input
 
 
 def test_sizes_that_would_not_fit_are_left_out_but_the_smallest() -> None:

@@ -114,6 +114,15 @@ def test_many_threads_at_once(tmp_path: Path) -> None:
     assert not threads_of_disks()
 
 
+def test_a_small_transfer_does_not_wait_for_a_large_one(tmp_path: Path) -> None:
+    with Disk(tmp_path, {"large": 64 * MIB, "small": MIB}, num_threads=1, chunk_bytes=MIB // 16) as disk:
+        large = disk.write("large", Region(64 * MIB))
+        small = disk.write("small", Region(MIB))
+        small.wait()
+        large.wait()
+    assert small.finished_ns < large.finished_ns
+
+
 def test_transient_keys_reuse_space(tmp_path: Path) -> None:
     with Disk(tmp_path, {"weight": MIB}, scratch_bytes=4 * MIB) as disk:
         reserved = disk.statistics().file_bytes

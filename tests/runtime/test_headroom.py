@@ -77,3 +77,13 @@ def test_what_is_under_way_counts_though_it_is_not_resident_yet(monkeypatch: pyt
     process.resident, process.cuts = 800, 0
     headroom.compute(50, 0, 0, LIVE)
     assert process.cuts == 0
+
+
+def test_a_value_from_a_peer_comes_into_free_pages_that_nobody_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    process = Process(monkeypatch, 700)
+    headroom = Headroom(Pool(0), BASE, 1000, lambda task: 0)
+    headroom.compute(300, 0, 0, LIVE)  # 400 bytes of the heap are free, the computation takes 300 of them
+    headroom.receive(saved(0, 0), 100)
+    assert process.cuts == 0
+    headroom.receive(saved(0, 1), 1)  # which pass the limit with what the computation may need anew
+    assert process.cuts == 1

@@ -109,7 +109,7 @@ def test_another_size_is_built_of_free_pages() -> None:
     before = resident_bytes()
     built = pool.allocate(9 * MIB)
     assert bytes(built.view()[::PAGE_BYTES]).count(b"x") == 8 * MIB // PAGE_BYTES
-    assert abs(resident_bytes() - before) < MIB
+    assert abs(resident_bytes() - before - MIB) < MIB // 2  # the one that is new is there at once
     assert pool.statistics().mapped_bytes == (9 + 2 + 1) * MIB
 
 
