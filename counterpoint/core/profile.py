@@ -58,7 +58,8 @@ class LayerCost:
     The workspaces are what a forward or backward needs for its own duration beyond what it reads and writes.
     `old_bytes` is what weights take that are only computed with, 0 if that is no less than `weight_bytes`. The fresh
     times are what it takes longer if all memory that it makes comes from the operating system. `large_bytes` is
-    what of its memory lies in tensors too large for the heap, forward or backward, saved ones included.
+    what of its memory lies in tensors too large for the heap, forward or backward, saved ones included. With
+    `panels`, gradients of its weights have the same bits made some rows at a time as made at once.
     """
 
     name: str
@@ -78,6 +79,7 @@ class LayerCost:
     forward_fresh_ns: Curve = ZERO
     backward_fresh_ns: Curve = ZERO
     large_bytes: Curve = ZERO
+    panels: bool = False
 
     def __post_init__(self) -> None:
         for name in (
@@ -141,6 +143,11 @@ class Profile:
     def with_fresh(self, percent: int) -> "Profile":
         """As it is when so much of what computations make comes from the operating system: that is in their times."""
         return replace(self, layers=tuple(layer.with_fresh(percent) for layer in self.layers))
+
+    @property
+    def panel_layers(self) -> frozenset[int]:
+        """Layers whose weights' gradients may be made some rows at a time."""
+        return frozenset(index for index, layer in enumerate(self.layers) if layer.panels)
 
     @property
     def weight_bytes(self) -> int:

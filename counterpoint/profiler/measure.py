@@ -7,6 +7,7 @@ from statistics import median
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import get_gradient_edge
 
 from counterpoint.core.profile import Curve, LayerCost, Profile, ValueCost
 from counterpoint.decomposer.chain import Chain, Layer
@@ -14,9 +15,10 @@ from counterpoint.profiler.fresh_pages import FreshPages, probe_pages
 from counterpoint.profiler.meter import Meter, is_large, storage_bytes
 from counterpoint.runtime.backend import CPU
 from counterpoint.runtime.frame import Flat, Frame
-from counterpoint.runtime.gradients import collect_into, discarding
+from counterpoint.runtime.gradients import Target, differentiate, discarding
 from counterpoint.runtime.memory_process import trim
 from counterpoint.runtime.optimizer import SLICE_ELEMENTS, UpdateRule
+from counterpoint.runtime.products import Product, find_products
 from counterpoint.runtime.tidy_heap import is_tidy
 
 _MOST_TIMES, _ENOUGH_NS = 3, 1_000_000_000  # a layer is run so often, or so long
@@ -41,6 +43,7 @@ class _Sample:
     forward_ns: int
     backward_ns: int
     memory: _Memory
+    panels: bool
 
 
 def measured_sizes(profile: Profile) -> tuple[int, ...]:
@@ -120,6 +123,7 @@ def _layer_cost(
         tied=frame.outline.layers[layer.index].tied,
         old_bytes=frame.olds[layer.index].num_bytes,
         large_bytes=curve(lambda s: s.memory.large_bytes),
+        panels=all(sample.panels for sample in samples),
     )
 
 
@@ -133,6 +137,7 @@ class _Runner:
             spec = chain.parameters[name]
             self.parameters[name] = _stand_in(spec.shape, spec.dtype).requires_grad_(spec.requires_grad)
         self.targets = {name: torch.zeros_like(t) for name, t in self.parameters.items() if t.requires_grad}
+        self.panels = True  # until a size is found at which the bits are others
         self.buffers = {name: _stand_in(chain.buffers[name].shape, chain.buffers[name].dtype) for name in layer.buffers}
 
     def samples(self, sizes: Sequence[int], limit_bytes: int | None) -> dict[int, _Sample]:
@@ -145,11 +150,19 @@ class _Runner:
                 workspace = max(found.forward_workspace_bytes, found.backward_workspace_bytes)
                 if (found.saved_bytes + workspace) * size // before > limit_bytes:
                     break
+            if self.panels and not self.agrees(self._inputs(size)):
+                self.panels = False
+                return self.samples(sizes, limit_bytes)
             memory[size] = self.meter(self._inputs(size))
             trim()
         times = self._times(tuple(memory))
         return {
-            size: _Sample(int(median(f for f, _ in times[size])), int(median(b for _, b in times[size])), memory[size])
+            size: _Sample(
+                int(median(forward for forward, _ in times[size])),
+                int(median(backward for _, backward in times[size])),
+                memory[size],
+                self.panels,
+            )
             for size in memory
         }
 
@@ -172,10 +185,26 @@ class _Runner:
 
     def clock(self, inputs: list[Tensor], started: set[str]) -> tuple[int, int]:
         begin = time.monotonic_ns()
-        outputs = self._forward(inputs)
+        outputs, entered = self._forward(inputs)
         middle = time.monotonic_ns()
-        self._backward(outputs, started)
+        self._backward(outputs, entered, started)
         return middle - begin, time.monotonic_ns() - middle
+
+    def agrees(self, inputs: list[Tensor]) -> bool:
+        """Whether gradients of weights are the same made some rows at a time as made at once."""
+        outputs, _ = self._forward(inputs)
+        roots = [output for output in outputs if output.requires_grad]
+        if not roots:
+            return True
+        found: list[bool] = []
+        products = find_products([get_gradient_edge(root) for root in roots], self.parameters)
+        hooks = [product.node.register_prehook(_comparer(product, found)) for product in products.values()]
+        torch.autograd.backward(roots, [torch.randn_like(root) for root in roots])
+        for hook in hooks:
+            hook.remove()
+        for parameter in self.parameters.values():
+            parameter.grad = None
+        return all(found)
 
     def meter(self, inputs: list[Tensor]) -> _Memory:
         """What tasks read and write is not workspace."""
@@ -184,7 +213,7 @@ class _Runner:
         batch = [t for i, t in zip(self.layer.inputs, inputs, strict=True) if self.chain.values[i].producer < 0]
         apart = {tensor.untyped_storage().data_ptr() for tensor in (*fixed, *batch)}
         with Meter([*fixed, *inputs]) as forward, discarding():
-            plain = self._forward(inputs)
+            plain, _ = self._forward(inputs)
         workspace = max(0, forward.peak_bytes - storage_bytes(list(plain)))
         del plain
 
@@ -194,9 +223,9 @@ class _Runner:
             return tensor
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            outputs = self._forward(inputs)
+            outputs, entered = self._forward(inputs)
         with Meter([*fixed, *self.targets.values(), *inputs, *kept]) as backward:
-            self._backward(outputs, set())
+            self._backward(outputs, entered, set(self.targets))
         fresh = (self.pages.ns(forward.made), self.pages.ns(backward.made))
         kept_large = storage_bytes([tensor for tensor in kept if is_large(tensor.untyped_storage().nbytes())])
         large = max(forward.peak_large_bytes, kept_large + backward.peak_large_bytes)
@@ -205,25 +234,29 @@ class _Runner:
     def _inputs(self, size: int) -> list[Tensor]:
         return [_stand_in(self.chain.values[i].shape_at(size), self.chain.values[i].dtype) for i in self.layer.inputs]
 
-    def _forward(self, inputs: list[Tensor]) -> tuple[Tensor, ...]:
+    def _forward(self, inputs: list[Tensor]) -> tuple[tuple[Tensor, ...], list[Tensor]]:
+        """Outputs, and the inputs that want a gradient."""
         leaves = [
             tensor.detach().requires_grad_(self.chain.values[index].needs_grad)
             for index, tensor in zip(self.layer.inputs, inputs, strict=True)
         ]
         with CPU.autocast(self.autocast):
-            return self.layer.run(self.parameters, self.buffers, leaves)[0]
+            outputs = self.layer.run(self.parameters, self.buffers, leaves)[0]
+        return outputs, [leaf for leaf in leaves if leaf.requires_grad]
 
-    def _backward(self, outputs: tuple[Tensor, ...], started: set[str]) -> None:
+    def _backward(self, outputs: tuple[Tensor, ...], entered: list[Tensor], started: set[str]) -> None:
         """Gradients go to the targets, some of which have been `started`."""
         roots = [output for output in outputs if output.requires_grad]
-        leaves = ((n, t) for n, t in self.parameters.items() if t.requires_grad)
-        hooks = [hook for n, leaf in leaves for hook in collect_into(self.targets[n], n, leaf, started)]
         if roots:
-            torch.autograd.backward(roots, [torch.ones_like(root) for root in roots])
-        for hook in hooks:
-            hook.remove()
+            edges, seeds = [get_gradient_edge(root) for root in roots], [torch.ones_like(root) for root in roots]
+            targets = {name: Target(tensor, started) for name, tensor in self.targets.items()}
+            differentiate(edges, seeds, self.parameters, targets, entered, self.panels)
         for parameter in self.parameters.values():
             parameter.grad = None
+
+
+def _comparer(product: Product, found: list[bool]) -> Callable[[tuple[Tensor, ...]], None]:
+    return lambda grads: found.append(product.agrees(grads[0]))
 
 
 def _stand_in(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

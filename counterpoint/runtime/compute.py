@@ -30,7 +30,7 @@ from counterpoint.core.task import (
 )
 from counterpoint.decomposer.randomness import layer_seed
 from counterpoint.runtime.frame import Frame
-from counterpoint.runtime.gradients import Entrance, before_each, collect, discarding
+from counterpoint.runtime.gradients import Entrance, differentiate, discarding, targets_of
 from counterpoint.runtime.headroom import Headroom
 from counterpoint.runtime.optimizer import UpdateRule
 from counterpoint.runtime.saved import SavedTensors, WeightName, saving
@@ -76,6 +76,7 @@ class Compute:
         self.training = True
         self.backend = store.backend
         self.num_losses = num_microbatches
+        self.panels: frozenset[int] = frozenset()  # layers whose weights' gradients may be made by rows
         self.on_losses: Callable[[Step], None] = lambda step: None  # nobody else waits for them
         self.headroom = Headroom.without_limit()
 
@@ -253,12 +254,10 @@ class Compute:
                 seeds.append(seed)
         if not roots:
             return
-        hooks = collect(graph.parameters, task.step, self.frame, self.store, self.started)
-        if self.headroom.tight:
-            hooks += before_each(roots, self.headroom.relieve)
-        torch.autograd.backward(roots, seeds)
-        for hook in hooks:
-            hook.remove()
+        targets = targets_of(graph.parameters, task.step, self.frame, self.store, self.started)
+        entered = [entrance.leaf for entrance in graph.inputs if entrance.leaf is not None]
+        relieve = self.headroom.relieve if self.headroom.tight else None
+        differentiate(roots, seeds, graph.parameters, targets, entered, layer in self.panels, relieve)
         taken = {seed.untyped_storage().data_ptr() for seed in seeds}
         for value, entrance in reversed(list(zip(spec.inputs, graph.inputs, strict=True))):
             if entrance.grad is not None:

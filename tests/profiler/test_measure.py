@@ -1,6 +1,7 @@
 """Layers are measured as the executor runs them: once per kind, at the sizes that fit, gradients collected."""
 
 import time
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from counterpoint.profiler import measure, meter
 from counterpoint.profiler.measure import measured_sizes, profile_of
 from counterpoint.runtime.frame import Flat, frame_of
 from counterpoint.runtime.optimizer import UpdateRule
+from counterpoint.runtime.products import Product
 
 WIDTH = 64
 
@@ -47,7 +49,7 @@ def test_the_workspace_of_a_backward_is_what_it_makes_itself() -> None:
     for size in (16, 1024):
         block = profile_at(size).layers[1]
         inside = size * 4 * WIDTH * 4
-        one_grad = 4 * WIDTH * WIDTH * 4
+        one_grad = 4 * WIDTH * WIDTH * 4  # smaller than a panel
         arrived = size * WIDTH * 4
         least, most = max(one_grad + inside, 2 * inside), one_grad + 2 * inside
         assert least <= block.backward_workspace_bytes.at(size) - arrived <= most
@@ -79,14 +81,27 @@ def test_layers_of_one_kind_are_measured_once(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_time_to_collect_gradients_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    def slowly(target, name, leaf, started):  # type: ignore[no-untyped-def]
-        assert target.shape == leaf.shape
-        calls.append(name in started)
-        return [leaf.register_post_accumulate_grad_hook(lambda leaf: time.sleep(0.01))]
+    def slowly(put: Callable[..., None]) -> Callable[..., None]:
+        def counted(product: Product, grad: torch.Tensor, target: torch.Tensor) -> None:
+            calls.append(put.__name__)
+            time.sleep(0.01)
+            put(product, grad, target)
 
-    calls: list[bool] = []
-    monkeypatch.setattr(measure, "collect_into", slowly)
-    block = profile_at(1).layers[0]
+        return counted
+
+    calls: list[str] = []
+    for name in ("put", "add"):
+        monkeypatch.setattr(Product, name, slowly(getattr(Product, name)))
+    block = profile_at(1).layers[1]
     assert block.backward_ns.at(1) >= 2 * 10_000_000  # it has two weights
-    metered = 3 * 2  # three kinds of layers with two weights
-    assert calls.count(True) == calls.count(False) - metered  # copied and added to in turn
+    metered = 5  # of three kinds of layers with two weights, but for that of the first one, whose input has no gradient
+    assert calls.count("put") == calls.count("add") - metered  # copied and added to in turn
+
+
+def test_gradients_are_made_by_rows_only_where_the_bits_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert profile_at(2, 4).panel_layers == {0, 1, 2, 3}
+    monkeypatch.setattr(Product, "agrees", lambda product, grad: len(grad) < 4)
+    made: list[int] = []
+    monkeypatch.setattr(Product, "add", lambda product, grad, target: made.append(len(grad)))
+    assert profile_at(2, 4).panel_layers == set()
+    assert made.count(4) == 0
