@@ -49,6 +49,7 @@ class Curve:
 
 
 ZERO = Curve.constant(0)
+MAKINGS = ("whole", "panels", "added")  # at once; some rows at a time; by products that add to what is there
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +59,8 @@ class LayerCost:
     The workspaces are what a forward or backward needs for its own duration beyond what it reads and writes.
     `old_bytes` is what weights take that are only computed with, 0 if that is no less than `weight_bytes`. The fresh
     times are what it takes longer if all memory that it makes comes from the operating system. `large_bytes` is
-    what of its memory lies in tensors too large for the heap, forward or backward, saved ones included. With
-    `panels`, gradients of its weights have the same bits made some rows at a time as made at once.
+    what of its memory lies in tensors too large for the heap, forward or backward, saved ones included. `makings`
+    say how gradients of its weights are made at each microbatch size: the best way that leaves their bits as they are.
     """
 
     name: str
@@ -79,7 +80,7 @@ class LayerCost:
     forward_fresh_ns: Curve = ZERO
     backward_fresh_ns: Curve = ZERO
     large_bytes: Curve = ZERO
-    panels: bool = False
+    makings: tuple[tuple[int, str], ...] = ()
 
     def __post_init__(self) -> None:
         for name in (
@@ -87,6 +88,8 @@ class LayerCost:
         ):  # fmt: skip
             if getattr(self, name) < 0:
                 raise ValueError(f"layer {self.name!r}: {name} cannot be negative: {getattr(self, name)}")
+        if any(making not in MAKINGS for _, making in self.makings):
+            raise ValueError(f"layer {self.name!r}: makings are {', '.join(MAKINGS)}, not {self.makings}")
         if self.old_bytes and self.old_bytes >= self.weight_bytes:
             raise ValueError(
                 f"layer {self.name!r}: old weights of {self.old_bytes} bytes must be smaller than the newest of "
@@ -144,10 +147,9 @@ class Profile:
         """As it is when so much of what computations make comes from the operating system: that is in their times."""
         return replace(self, layers=tuple(layer.with_fresh(percent) for layer in self.layers))
 
-    @property
-    def panel_layers(self) -> frozenset[int]:
-        """Layers whose weights' gradients may be made some rows at a time."""
-        return frozenset(index for index, layer in enumerate(self.layers) if layer.panels)
+    def makings(self, microbatch_size: int) -> tuple[str, ...]:
+        """How the gradients of each layer's weights are made."""
+        return tuple(dict(layer.makings).get(microbatch_size, "whole") for layer in self.layers)
 
     @property
     def weight_bytes(self) -> int:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import get_gradient_edge
 
-from counterpoint.core.profile import Curve, LayerCost, Profile, ValueCost
+from counterpoint.core.profile import MAKINGS, Curve, LayerCost, Profile, ValueCost
 from counterpoint.decomposer.chain import Chain, Layer
 from counterpoint.profiler.fresh_pages import FreshPages, probe_pages
 from counterpoint.profiler.meter import Meter, is_large, storage_bytes
@@ -43,7 +43,7 @@ class _Sample:
     forward_ns: int
     backward_ns: int
     memory: _Memory
-    panels: bool
+    making: str
 
 
 def measured_sizes(profile: Profile) -> tuple[int, ...]:
@@ -123,7 +123,7 @@ def _layer_cost(
         tied=frame.outline.layers[layer.index].tied,
         old_bytes=frame.olds[layer.index].num_bytes,
         large_bytes=curve(lambda s: s.memory.large_bytes),
-        panels=all(sample.panels for sample in samples),
+        makings=tuple((size, sample.making) for size, sample in zip(sizes, samples, strict=True)),
     )
 
 
@@ -137,7 +137,7 @@ class _Runner:
             spec = chain.parameters[name]
             self.parameters[name] = _stand_in(spec.shape, spec.dtype).requires_grad_(spec.requires_grad)
         self.targets = {name: torch.zeros_like(t) for name, t in self.parameters.items() if t.requires_grad}
-        self.panels = True  # until a size is found at which the bits are others
+        self.makings: dict[int, str] = {}
         self.buffers = {name: _stand_in(chain.buffers[name].shape, chain.buffers[name].dtype) for name in layer.buffers}
 
     def samples(self, sizes: Sequence[int], limit_bytes: int | None) -> dict[int, _Sample]:
@@ -150,10 +150,8 @@ class _Runner:
                 workspace = max(found.forward_workspace_bytes, found.backward_workspace_bytes)
                 if (found.saved_bytes + workspace) * size // before > limit_bytes:
                     break
-            if self.panels and not self.agrees(self._inputs(size)):
-                self.panels = False
-                return self.samples(sizes, limit_bytes)
-            memory[size] = self.meter(self._inputs(size))
+            self.makings[size] = self.try_out(self._inputs(size))
+            memory[size] = self.meter(self._inputs(size), size)
             trim()
         times = self._times(tuple(memory))
         return {
@@ -161,7 +159,7 @@ class _Runner:
                 int(median(forward for forward, _ in times[size])),
                 int(median(backward for _, backward in times[size])),
                 memory[size],
-                self.panels,
+                self.makings[size],
             )
             for size in memory
         }
@@ -178,35 +176,35 @@ class _Runner:
                 if spent[size] < _ENOUGH_NS:
                     inputs = self._inputs(size)
                     begin = time.monotonic_ns()
-                    self.clock(inputs, set())
-                    found[size].append(self.clock(inputs, set(self.targets)))
+                    self.clock(inputs, size, set())
+                    found[size].append(self.clock(inputs, size, set(self.targets)))
                     spent[size] += time.monotonic_ns() - begin
         return found
 
-    def clock(self, inputs: list[Tensor], started: set[str]) -> tuple[int, int]:
+    def clock(self, inputs: list[Tensor], size: int, started: set[str]) -> tuple[int, int]:
         begin = time.monotonic_ns()
         outputs, entered = self._forward(inputs)
         middle = time.monotonic_ns()
-        self._backward(outputs, entered, started)
+        self._backward(outputs, entered, started, self.makings[size])
         return middle - begin, time.monotonic_ns() - middle
 
-    def agrees(self, inputs: list[Tensor]) -> bool:
-        """Whether gradients of weights are the same made some rows at a time as made at once."""
+    def try_out(self, inputs: list[Tensor]) -> str:
+        """The best way to make gradients of weights that leaves their bits as they are."""
         outputs, _ = self._forward(inputs)
         roots = [output for output in outputs if output.requires_grad]
         if not roots:
-            return True
-        found: list[bool] = []
+            return MAKINGS[0]
+        found: list[str] = []
         products = find_products([get_gradient_edge(root) for root in roots], self.parameters)
-        hooks = [product.node.register_prehook(_comparer(product, found)) for product in products.values()]
+        hooks = [product.node.register_prehook(_trier(product, found)) for product in products.values()]
         torch.autograd.backward(roots, [torch.randn_like(root) for root in roots])
         for hook in hooks:
             hook.remove()
         for parameter in self.parameters.values():
             parameter.grad = None
-        return all(found)
+        return min(found, key=MAKINGS.index, default=MAKINGS[0])
 
-    def meter(self, inputs: list[Tensor]) -> _Memory:
+    def meter(self, inputs: list[Tensor], size: int) -> _Memory:
         """What tasks read and write is not workspace."""
         kept: list[Tensor] = []
         fixed = [*self.parameters.values(), *self.buffers.values()]
@@ -225,7 +223,7 @@ class _Runner:
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             outputs, entered = self._forward(inputs)
         with Meter([*fixed, *self.targets.values(), *inputs, *kept]) as backward:
-            self._backward(outputs, entered, set(self.targets))
+            self._backward(outputs, entered, set(self.targets), self.makings[size])
         fresh = (self.pages.ns(forward.made), self.pages.ns(backward.made))
         kept_large = storage_bytes([tensor for tensor in kept if is_large(tensor.untyped_storage().nbytes())])
         large = max(forward.peak_large_bytes, kept_large + backward.peak_large_bytes)
@@ -244,19 +242,19 @@ class _Runner:
             outputs = self.layer.run(self.parameters, self.buffers, leaves)[0]
         return outputs, [leaf for leaf in leaves if leaf.requires_grad]
 
-    def _backward(self, outputs: tuple[Tensor, ...], entered: list[Tensor], started: set[str]) -> None:
+    def _backward(self, outputs: tuple[Tensor, ...], entered: list[Tensor], started: set[str], making: str) -> None:
         """Gradients go to the targets, some of which have been `started`."""
         roots = [output for output in outputs if output.requires_grad]
         if roots:
             edges, seeds = [get_gradient_edge(root) for root in roots], [torch.ones_like(root) for root in roots]
             targets = {name: Target(tensor, started) for name, tensor in self.targets.items()}
-            differentiate(edges, seeds, self.parameters, targets, entered, self.panels)
+            differentiate(edges, seeds, self.parameters, targets, entered, making)
         for parameter in self.parameters.values():
             parameter.grad = None
 
 
-def _comparer(product: Product, found: list[bool]) -> Callable[[tuple[Tensor, ...]], None]:
-    return lambda grads: found.append(product.agrees(grads[0]))
+def _trier(product: Product, found: list[str]) -> Callable[[tuple[Tensor, ...]], None]:
+    return lambda grads: found.append(product.try_out(grads[0]))
 
 
 def _stand_in(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

@@ -76,7 +76,7 @@ class Compute:
         self.training = True
         self.backend = store.backend
         self.num_losses = num_microbatches
-        self.panels: frozenset[int] = frozenset()  # layers whose weights' gradients may be made by rows
+        self.makings: tuple[str, ...] = ("whole",) * frame.num_layers  # of the gradients of each layer's weights
         self.on_losses: Callable[[Step], None] = lambda step: None  # nobody else waits for them
         self.headroom = Headroom.without_limit()
 
@@ -257,7 +257,7 @@ class Compute:
         targets = targets_of(graph.parameters, task.step, self.frame, self.store, self.started)
         entered = [entrance.leaf for entrance in graph.inputs if entrance.leaf is not None]
         relieve = self.headroom.relieve if self.headroom.tight else None
-        differentiate(roots, seeds, graph.parameters, targets, entered, layer in self.panels, relieve)
+        differentiate(roots, seeds, graph.parameters, targets, entered, self.makings[layer], relieve)
         taken = {seed.untyped_storage().data_ptr() for seed in seeds}
         for value, entrance in reversed(list(zip(spec.inputs, graph.inputs, strict=True))):
             if entrance.grad is not None:

@@ -90,19 +90,19 @@ def differentiate(
     parameters: Mapping[str, Tensor],
     targets: Mapping[str, Target],
     entered: Sequence[Tensor],
-    panels: bool,
+    making: str,
     before: Callable[[], None] | None = None,
 ) -> None:
     """Let autograd find the gradients of what has `entered` and of parameters, whose own go to their targets.
 
-    The first gradient of a step is copied, not added to zero. With `panels`, those of products are made by rows.
-    `before` is called before each operation.
+    The first gradient of a step is copied, not added to zero. `making` says how those of products are made. `before` is
+    called before each operation.
     """
     hooks = before_each(roots, before) if before is not None else []
     weights = {n: parameters[n] for n, target in targets.items() if parameters[n].dtype == target.tensor.dtype}
-    products = find_products(roots, weights) if panels else {}
+    products = find_products(roots, weights) if making != "whole" else {}
     for name, product in products.items():
-        hooks.append(product.node.register_prehook(_maker(product, name, targets[name])))
+        hooks.append(product.node.register_prehook(_maker(product, name, targets[name], making)))
     rest = [name for name in targets if name not in products]
     for name in rest:
         hooks += collect_into(targets[name], name, parameters[name])
@@ -129,12 +129,12 @@ def before_each(roots: Iterable[GradientEdge], call: Callable[[], None]) -> list
     return [node.register_prehook(lambda grads: call()) for node in nodes_behind(roots)]
 
 
-def _maker(product: Product, name: str, target: Target) -> Callable[[tuple[Tensor, ...]], None]:
+def _maker(product: Product, name: str, target: Target, making: str) -> Callable[[tuple[Tensor, ...]], None]:
     def make(grads: tuple[Tensor, ...]) -> None:
         if grads[0] is None:
             return
         if name in target.started:
-            product.add(grads[0], target.tensor)
+            product.add(grads[0], target.tensor, making)
         else:
             product.put(grads[0], target.tensor)
         target.started.add(name)

@@ -2,7 +2,8 @@
 
 Autograd makes such a gradient whole and adds it to what is there: for the head of a language model that is once more as
 much memory as its weights, for every microbatch. The rows of a product can be made apart from one another, and each
-panel of them is added while it is still in the cache.
+panel of them is added while it is still in the cache; or the product adds to what is there by itself. Whether the bits
+are the same depends on the kernels and on the number of samples, so it is tried out beforehand.
 """
 
 from collections import Counter
@@ -30,16 +31,27 @@ class Product:
         left, right = self._factors(grad)
         torch.mm(left.t(), right, out=target)
 
-    def add(self, grad: Tensor, target: Tensor) -> None:
+    def add(self, grad: Tensor, target: Tensor, making: str) -> None:
         left, right = self._factors(grad)
-        for begin, panel in _panels(left, right):
-            target[begin : begin + len(panel)].add_(panel)
+        room = None if making == "added" else _room(left, right)
+        for rows in _panels(left, right):
+            if room is None:
+                target[rows].addmm_(left[:, rows].t(), right)
+            else:
+                target[rows].add_(torch.mm(left[:, rows].t(), right, out=room[: rows.stop - rows.start]))
 
-    def agrees(self, grad: Tensor) -> bool:
-        """Whether panels have the bits of the whole; this makes both."""
+    def try_out(self, grad: Tensor) -> str:
+        """The best making that has the bits of the whole, which this makes to compare."""
         left, right = self._factors(grad)
-        whole = left.t() @ right
-        return all(torch.equal(panel, whole[begin : begin + len(panel)]) for begin, panel in _panels(left, right))
+        whole, found = left.t() @ right, "added"
+        for rows in _panels(left, right):
+            panel = left[:, rows].t() @ right
+            if not torch.equal(panel, whole[rows]):
+                return "whole"
+            before = torch.randn_like(panel) * panel.std()
+            if not torch.equal(before + panel, torch.addmm(before, left[:, rows].t(), right)):
+                found = "panels"
+        return found
 
     def _factors(self, grad: Tensor) -> tuple[Tensor, Tensor]:
         """What autograd multiplies here: the first is transposed."""
@@ -92,11 +104,15 @@ def _is_matrix(weight: Tensor) -> bool:
     return weight.dim() == 2 and min(weight.shape) > 1 and weight.is_contiguous() and weight.is_floating_point()
 
 
-def _panels(left: Tensor, right: Tensor) -> Iterator[tuple[int, Tensor]]:
-    """Rows of leftᵀ right, and where they begin; each panel lies where the last one lay."""
-    num_rows, width = left.shape[1], right.shape[1]
-    rows = max(1, PANEL_BYTES // (width * right.element_size() * _WHOLE_ROWS)) * _WHOLE_ROWS
-    room = right.new_empty((min(rows, num_rows), width))
-    for begin in range(0, num_rows, rows):
-        part = left[:, begin : begin + rows]
-        yield begin, torch.mm(part.t(), right, out=room[: part.shape[1]])
+def _panels(left: Tensor, right: Tensor) -> Iterator[slice]:
+    """The rows of leftᵀ right, some at a time."""
+    num_rows, rows = left.shape[1], _panel_rows(right)
+    return (slice(begin, min(begin + rows, num_rows)) for begin in range(0, num_rows, rows))
+
+
+def _room(left: Tensor, right: Tensor) -> Tensor:
+    return right.new_empty((min(_panel_rows(right), left.shape[1]), right.shape[1]))
+
+
+def _panel_rows(right: Tensor) -> int:
+    return max(1, PANEL_BYTES // (right.shape[1] * right.element_size() * _WHOLE_ROWS)) * _WHOLE_ROWS

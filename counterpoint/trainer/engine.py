@@ -120,7 +120,7 @@ class Engine:
         self.compute = Compute(
             parts.frame, self.store, parts.rule, buffers, m, wishes.seed, wishes.autocast, wishes.max_grad_norm
         )
-        self.compute.panels = self.profile.panel_layers
+        self.compute.makings = self.profile.makings(self.plan.microbatch_size)
         if self.plan.host_layers:
             self.compute.updates.home = HomeUpdate(self.store, parts.rule)
         costs = Costs(self.chosen.profile, self.plan)

@@ -184,7 +184,7 @@ def train(problem: Problem, setting: Setting, folder: Path) -> Trained:
         compute = Compute(
             frame, store, rule, buffers, plan.num_microbatches, setting.seed, problem.autocast, problem.max_grad_norm
         )
-        compute.panels = profile.panel_layers
+        compute.makings = profile.makings(setting.microbatch)
         compute.updates.home = HomeUpdate(store, rule) if plan.host_layers else None
         executor = Executor(store, compute, costs)
         executor.outside.stows = setting.stows

@@ -44,12 +44,16 @@ def test_bytes_are_those_of_the_layer() -> None:
     assert block.forward_ns.at(16) > 0 < block.backward_ns.at(16)
 
 
-def test_the_workspace_of_a_backward_is_what_it_makes_itself() -> None:
+@pytest.mark.parametrize(("making", "grads"), [("whole", 1), ("panels", 1), ("added", 0)])
+def test_the_workspace_of_a_backward_is_what_it_makes_itself(
+    making: str, grads: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Not what was saved for it; and of the weights' gradients one at a time, for each is collected at once."""
+    monkeypatch.setattr(Product, "try_out", lambda product, grad: making)
     for size in (16, 1024):
         block = profile_at(size).layers[1]
         inside = size * 4 * WIDTH * 4
-        one_grad = 4 * WIDTH * WIDTH * 4  # smaller than a panel
+        one_grad = grads * 4 * WIDTH * WIDTH * 4  # smaller than a panel
         arrived = size * WIDTH * 4
         least, most = max(one_grad + inside, 2 * inside), one_grad + 2 * inside
         assert least <= block.backward_workspace_bytes.at(size) - arrived <= most
@@ -64,7 +68,8 @@ def test_what_is_too_large_for_the_heap_is_known(monkeypatch: pytest.MonkeyPatch
     assert large.at(1024) in (2 * inside, 3 * inside)  # what tanh gave is saved; its gradient, and that of its input
 
 
-def test_sizes_that_would_not_fit_are_left_out_but_the_smallest() -> None:
+def test_sizes_that_would_not_fit_are_left_out_but_the_smallest(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Product, "try_out", lambda product, grad: "whole")
     one = profile_at(1).layers[1]
     held = one.saved_bytes.at(1) + one.backward_workspace_bytes.at(1)
     assert measured_sizes(profile_at(4, 1, 2, limit_bytes=3 * held)) == (1, 2, 4)  # weights do not grow with the size
@@ -81,11 +86,11 @@ def test_layers_of_one_kind_are_measured_once(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_time_to_collect_gradients_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    def slowly(put: Callable[..., None]) -> Callable[..., None]:
-        def counted(product: Product, grad: torch.Tensor, target: torch.Tensor) -> None:
-            calls.append(put.__name__)
+    def slowly(make: Callable[..., None]) -> Callable[..., None]:
+        def counted(*args: object) -> None:
+            calls.append(make.__name__)
             time.sleep(0.01)
-            put(product, grad, target)
+            make(*args)
 
         return counted
 
@@ -98,10 +103,14 @@ def test_time_to_collect_gradients_counts(monkeypatch: pytest.MonkeyPatch) -> No
     assert calls.count("put") == calls.count("add") - metered  # copied and added to in turn
 
 
-def test_gradients_are_made_by_rows_only_where_the_bits_are_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert profile_at(2, 4).panel_layers == {0, 1, 2, 3}
-    monkeypatch.setattr(Product, "agrees", lambda product, grad: len(grad) < 4)
-    made: list[int] = []
-    monkeypatch.setattr(Product, "add", lambda product, grad, target: made.append(len(grad)))
-    assert profile_at(2, 4).panel_layers == set()
-    assert made.count(4) == 0
+@pytest.mark.parametrize("making", ["whole", "panels"])
+def test_gradients_are_made_as_their_bits_allow(making: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """At each size by itself."""
+    assert set(profile_at(2).makings(2)) <= {"panels", "added"}
+    made: list[tuple[int, str]] = []
+    monkeypatch.setattr(Product, "try_out", lambda product, grad: making if len(grad) == 4 else "added")
+    monkeypatch.setattr(Product, "add", lambda product, grad, target, how: made.append((len(grad), how)))
+    profile = profile_at(2, 4)
+    assert (profile.makings(2), profile.makings(4)) == (("added",) * 4, (making,) * 4)
+    assert set(made) == {(2, "added")} | ({(4, making)} if making != "whole" else set())
+    assert profile.makings(3) == ("whole",) * 4  # nobody has tried that
