@@ -94,7 +94,8 @@ class Costs:
             case "backward":
                 return sum(layer.backward_ns.at(size) for layer in layers)
             case "recompute":
-                return sum(layer.forward_ns.at(size) + layer.backward_ns.at(size) for layer in layers)
+                whole = sum(layer.forward_ns.at(size) + layer.backward_ns.at(size) for layer in layers)
+                return max(0, whole - layers[-1].unread_ns.at(size))
             case "update":
                 return sum(layer.update_ns for layer in layers)
             case _:

@@ -61,6 +61,7 @@ class LayerCost:
     times are what it takes longer if all memory that it makes comes from the operating system. `large_bytes` is
     what of its memory lies in tensors too large for the heap, forward or backward, saved ones included. `makings`
     say how gradients of its weights are made at each microbatch size: the best way that leaves their bits as they are.
+    By `unread_ns` a forward is shorter that is recomputed without anybody to read its outputs.
     """
 
     name: str
@@ -81,6 +82,7 @@ class LayerCost:
     backward_fresh_ns: Curve = ZERO
     large_bytes: Curve = ZERO
     makings: tuple[tuple[int, str], ...] = ()
+    unread_ns: Curve = ZERO
 
     def __post_init__(self) -> None:
         for name in (

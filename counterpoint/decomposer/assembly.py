@@ -164,6 +164,7 @@ def _layer(
         random=any(is_random(node) for node in part.nodes),
         signature=signature,
         body=made,
+        hollow=made.hollow,
     )
 
 

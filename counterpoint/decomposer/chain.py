@@ -74,7 +74,8 @@ class Layer:
     `inputs` may name a value twice: each occurrence is one use of it. Whoever differentiates the layer by itself gives
     each occurrence its own leaf and adds their gradients from the last occurrence to the first; then a value with
     several consumers gets its gradient summed in the order of plain autograd, bit for bit.
-    Layers with equal `signature` cost the same: they have the same graph, shapes and dtypes.
+    Layers with equal `signature` cost the same: they have the same graph, shapes and dtypes. `hollow` is a body for
+    runs whose outputs nobody reads, None if there is nothing to save by that: autograd keeps the same as ever.
     """
 
     index: int
@@ -88,12 +89,21 @@ class Layer:
     random: bool
     signature: str
     body: Body = field(repr=False, compare=False)
+    hollow: Body | None = field(default=None, repr=False, compare=False)
 
     def run(
-        self, parameters: Mapping[str, Tensor], buffers: Mapping[str, Tensor], inputs: Sequence[Tensor]
+        self,
+        parameters: Mapping[str, Tensor],
+        buffers: Mapping[str, Tensor],
+        inputs: Sequence[Tensor],
+        unread: bool = False,
     ) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
-        """Outputs, and the new values of the buffers it mutates. Its arguments are only read."""
-        return self.body.run(parameters, buffers, inputs)
+        """Outputs, and the new values of the buffers it mutates. Its arguments are only read.
+
+        Outputs that will be `unread` have their places in autograd's graph, but not always their content.
+        """
+        body = self.hollow if unread and self.hollow is not None else self.body
+        return body.run(parameters, buffers, inputs)
 
 
 @dataclass(frozen=True, slots=True)

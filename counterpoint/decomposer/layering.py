@@ -2,22 +2,26 @@
 
 import operator
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from hashlib import blake2b
 
 import torch
 from torch import Tensor, fx, nn
 
 from counterpoint.decomposer.chain import Extent
+from counterpoint.decomposer.hollow import hollowed
 from counterpoint.decomposer.nodes import BATCH_SIZE, extents, written_placeholders
 from counterpoint.decomposer.tracing import Trace
 
-Code = dict[str, fx.GraphModule]
+Code = dict[str, tuple[fx.GraphModule, fx.GraphModule | None]]
 
 
 @dataclass(frozen=True, slots=True)
 class GraphBody:
-    """A layer's graph. Its code takes parameters, buffers, constants and inputs, in this order."""
+    """A layer's graph. Its code takes parameters, buffers, constants and inputs, in this order.
+
+    `hollow` is the same for outputs that nobody reads, where that saves something.
+    """
 
     module: fx.GraphModule
     parameters: tuple[str, ...]
@@ -25,6 +29,7 @@ class GraphBody:
     mutates: tuple[str, ...]
     constants: tuple[Tensor, ...]
     digest: str
+    hollow: "GraphBody | None" = None
 
     def run(
         self, parameters: Mapping[str, Tensor], buffers: Mapping[str, Tensor], inputs: Sequence[Tensor]
@@ -113,16 +118,19 @@ def body(
         root = nn.Module()
         for name, module in inner.items():
             setattr(root, name, module)
-        code[text] = fx.GraphModule(root, graph)
+        module = fx.GraphModule(root, graph)
+        code[text] = module, hollowed(module)
+    module, lean = code[text]
     targets = [target for node in part.nodes for target in written_placeholders(node)]
-    return GraphBody(
-        code[text],
+    made = GraphBody(
+        module,
         tuple(names[trace.parameters[node.name]] for node in part.parameters),
         tuple(names[trace.buffers[node.name]] for node in part.buffers),
         tuple(names[trace.buffers[node.name]] for node in part.buffers if node in targets),
         tuple(trace.constants[node.name] for node in part.constants),
         blake2b(text.encode(), digest_size=16).hexdigest(),
     )
+    return made if lean is None else replace(made, hollow=replace(made, module=lean))
 
 
 def _graph(part: Piece, uses: Sequence[tuple[fx.Node, fx.Node | None]]) -> tuple[fx.Graph, dict[str, fx.GraphModule]]:

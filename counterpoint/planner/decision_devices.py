@@ -14,6 +14,7 @@ from counterpoint.planner.freed_memory import UNDECIDED_FRESH_PERCENT, beside_fr
 from counterpoint.planner.placement import Placement
 from counterpoint.planner.search import Freedom
 from counterpoint.planner.servers import arrangements, num_servers
+from counterpoint.planner.variants import ended_variants
 
 _PLACED_WITH_CARE = 3
 
@@ -83,7 +84,8 @@ def _candidates(
                 except ValueError as error:
                     yield error
                     continue
-                for host_layers in dict.fromkeys(((), large)):
-                    yield from arrangements(replace(found, host_layers=host_layers), machine)
+                for plan in (found, *(ended_variants(found, profile) if automatic else ())):
+                    for host_layers in dict.fromkeys(((), large)):
+                        yield from arrangements(replace(plan, host_layers=host_layers), machine)
                 if found.num_replicas > 1 and schedule in REPLICATED and num_servers(machine) == 1:
                     yield replace(found, shard_updates=True)

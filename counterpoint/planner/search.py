@@ -18,7 +18,7 @@ from counterpoint.core.units import format_bytes
 from counterpoint.passes.residency import smallest_budgets
 from counterpoint.planner.bounds import least_ns, num_tasks
 from counterpoint.planner.placement import Placement
-from counterpoint.planner.variants import forward_variants, policy_variants
+from counterpoint.planner.variants import ended_variants, forward_variants, policy_variants
 
 PACK_SIZES = (1, 2, 3, 4)
 WORTH_PERMILLE = 5  # by which a plan must be able to win to be tried
@@ -64,6 +64,8 @@ def search(profile: Profile, machine: Machine, freedom: Freedom) -> Candidate:
     for middle, width in ((50, 25), (None, 12), (None, 6)) if len(freedom.activations) > 1 else ():
         for plan in policy_variants(trials.best.plan, profile, freedom.activations, middle, width):
             trials.take(plan)
+    for plan in ended_variants(trials.best.plan, profile) if len(freedom.pack_sizes) > 1 else ():
+        trials.take(plan)
     for plan in forward_variants(trials.best.plan, freedom.forward_pack_sizes):
         trials.take(plan)
     plan = trials.best.plan

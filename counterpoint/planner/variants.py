@@ -1,8 +1,8 @@
-"""A plan into plans like it: other activation policies for some of its packs, larger packs for its forwards."""
+"""A plan into plans like it: other policies for some packs, other ends of packs, larger packs for forwards."""
 
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from itertools import combinations
+from itertools import combinations, pairwise
 
 from counterpoint.core.plan import Pack, Plan
 from counterpoint.core.profile import Profile
@@ -38,6 +38,23 @@ def forward_variants(plan: Plan, sizes: Sequence[int]) -> Iterator[Plan]:
         if packs not in seen:
             seen.add(packs)
             yield replace(plan, forward_packs=packs)
+
+
+def ended_variants(plan: Plan, profile: Profile) -> Iterator[Plan]:
+    """Packs that end a layer earlier or later, where most of their recomputation is spared; not within stages."""
+    packs = plan.backward_packs
+    as_backward = plan.forward_packs in (packs, packs[:-1])
+    if plan.stages or not as_backward or "recompute" not in plan.activations:
+        return
+    spared = [layer.unread_ns.at(plan.microbatch_size) for layer in profile.layers]
+    ends: list[int] = []
+    for pack, following in pairwise(packs):
+        first, last = ends[-1] + 1 if ends else 0, following.last - 1
+        near = [end for end in (pack.last, pack.last - 1, pack.last + 1) if first <= end <= last]
+        ends.append(max(near, key=spared.__getitem__))  # the first of equals
+    moved = tuple(map(Pack, (0, *(end + 1 for end in ends)), (*ends, packs[-1].last)))
+    if moved != packs:
+        yield replace(plan, backward_packs=moved, forward_packs=moved[: len(plan.forward_packs)])
 
 
 def _joined(plan: Plan, size: int) -> tuple[Pack, ...]:

@@ -44,6 +44,7 @@ class _Sample:
     backward_ns: int
     memory: _Memory
     making: str
+    unread_ns: int
 
 
 def measured_sizes(profile: Profile) -> tuple[int, ...]:
@@ -123,6 +124,7 @@ def _layer_cost(
         tied=frame.outline.layers[layer.index].tied,
         old_bytes=frame.olds[layer.index].num_bytes,
         large_bytes=curve(lambda s: s.memory.large_bytes),
+        unread_ns=curve(lambda s: s.unread_ns),
         makings=tuple((size, sample.making) for size, sample in zip(sizes, samples, strict=True)),
     )
 
@@ -160,6 +162,7 @@ class _Runner:
                 int(median(backward for _, backward in times[size])),
                 memory[size],
                 self.makings[size],
+                self._unread_ns(size),
             )
             for size in memory
         }
@@ -187,6 +190,19 @@ class _Runner:
         middle = time.monotonic_ns()
         self._backward(outputs, entered, started, self.makings[size])
         return middle - begin, time.monotonic_ns() - middle
+
+    def _unread_ns(self, size: int) -> int:
+        """What a forward saves if nobody reads its outputs: read and unread in turn."""
+        if self.layer.hollow is None or self.chain.loss in self.layer.outputs:
+            return 0
+        inputs = self._inputs(size)
+        times: dict[bool, list[int]] = {False: [], True: []}
+        for _ in range(1 + _MOST_TIMES):
+            for unread, found in times.items():
+                begin = time.monotonic_ns()
+                self._forward(inputs, unread)
+                found.append(time.monotonic_ns() - begin)
+        return max(0, int(median(times[False][1:]) - median(times[True][1:])))
 
     def try_out(self, inputs: list[Tensor]) -> str:
         """The best way to make gradients of weights that leaves their bits as they are."""
@@ -232,14 +248,14 @@ class _Runner:
     def _inputs(self, size: int) -> list[Tensor]:
         return [_stand_in(self.chain.values[i].shape_at(size), self.chain.values[i].dtype) for i in self.layer.inputs]
 
-    def _forward(self, inputs: list[Tensor]) -> tuple[tuple[Tensor, ...], list[Tensor]]:
+    def _forward(self, inputs: list[Tensor], unread: bool = False) -> tuple[tuple[Tensor, ...], list[Tensor]]:
         """Outputs, and the inputs that want a gradient."""
         leaves = [
             tensor.detach().requires_grad_(self.chain.values[index].needs_grad)
             for index, tensor in zip(self.layer.inputs, inputs, strict=True)
         ]
         with CPU.autocast(self.autocast):
-            outputs = self.layer.run(self.parameters, self.buffers, leaves)[0]
+            outputs = self.layer.run(self.parameters, self.buffers, leaves, unread)[0]
         return outputs, [leaf for leaf in leaves if leaf.requires_grad]
 
     def _backward(self, outputs: tuple[Tensor, ...], entered: list[Tensor], started: set[str], making: str) -> None:

@@ -106,7 +106,7 @@ class Compute:
         if task.recompute:
             values: dict[int, Tensor] = {}
             for layer in range(task.first, task.last + 1):
-                graph, outputs = self._run(layer, task, values, leaves=True)
+                graph, outputs = self._run(layer, task, values, leaves=True, unread=layer == task.last)
                 self.graphs[layer, task.microbatch] = graph
                 self._pass_on(layer, outputs, values, task.microbatch)
                 self._forget_used(layer, values, set())
@@ -135,9 +135,12 @@ class Compute:
         return step.batches[microbatch % self.num_microbatches]
 
     def _run(
-        self, layer: int, task: Forward | Backward, values: Mapping[int, Tensor], leaves: bool
+        self, layer: int, task: Forward | Backward, values: Mapping[int, Tensor], leaves: bool, unread: bool = False
     ) -> tuple[_Graph, tuple[Tensor, ...]]:
-        """One layer on its inputs, and its outputs; a second run finds the buffers of the first and changes none."""
+        """One layer on its inputs, and its outputs; a second run finds the buffers of the first and changes none.
+
+        Of a layer whose outputs nobody will read they are not always made, the loss excepted.
+        """
         spec, microbatch = self.chain.layers[layer], task.microbatch
         entrances = [Entrance() for _ in spec.inputs]
         inputs = [self._input(value, microbatch, values) for value in spec.inputs]
@@ -148,7 +151,7 @@ class Compute:
         again = self.training and (layer, microbatch) in self.forwarded
         buffers = self.forwarded[layer, microbatch] if again else {name: self.buffers[name] for name in spec.buffers}
         with self.backend.autocast(self.autocast), self._randomness(layer, microbatch):
-            outputs, mutated = spec.run(parameters, buffers, inputs)
+            outputs, mutated = spec.run(parameters, buffers, inputs, unread and self.chain.loss not in spec.outputs)
         if self.training and not again:
             self.forwarded[layer, microbatch] = buffers
             self.buffers.update({name: tensor.detach() for name, tensor in mutated.items()})

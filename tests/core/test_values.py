@@ -155,3 +155,17 @@ def test_outline_says_what_enters_and_leaves_a_pack() -> None:
     assert skip.outputs(0, 1) == (0, 1)
     assert skip.inputs(3, 3) == (0, 2)
     assert chain_outline(1).values == ()
+
+
+def test_a_recomputation_spares_what_only_the_outputs_of_its_last_layer_need() -> None:
+    spared = replace(PROFILE, layers=tuple(replace(c, unread_ns=Curve.constant(4)) for c in PROFILE.layers))
+    whole, less = Costs(PROFILE, PLAN), Costs(spared, PLAN)
+    again, once = Backward(0, 1, 0, 0, 0, recompute=True), Backward(0, 1, 0, 0, 0, recompute=False)
+    assert whole.duration_ns(again) - less.duration_ns(again) == 4
+    assert whole.duration_ns(once) == less.duration_ns(once)
+    assert whole.duration_ns(Forward(0, 1, 0, 0)) == less.duration_ns(Forward(0, 1, 0, 0))
+
+
+def test_makings_are_known_by_name() -> None:
+    with pytest.raises(ValueError, match="makings are whole, panels, added"):
+        replace(PROFILE.layers[0], makings=((1, "somehow"),))

@@ -7,12 +7,12 @@ import pytest
 
 from counterpoint.core.errors import BudgetError
 from counterpoint.core.machine import Device, Home, Link, Machine, Tier
-from counterpoint.core.plan import Plan
+from counterpoint.core.plan import Pack, Plan
 from counterpoint.core.profile import Curve, LayerCost, Profile, ValueCost
 from counterpoint.planner.bounds import least_ns
 from counterpoint.planner.placement import Placement
 from counterpoint.planner.search import Freedom, plan_of, search
-from counterpoint.planner.variants import forward_variants, policy_variants
+from counterpoint.planner.variants import ended_variants, forward_variants, policy_variants
 
 MIB, MS = 2**20, 10**6
 
@@ -105,3 +105,39 @@ def test_policies_by_lateness_and_by_bytes_per_time() -> None:
     assert (*thrifty, "recompute") in found
     assert len(set(found)) == len(found)
     assert all(activations[-1] == "recompute" for activations in found)
+
+
+def sparing(profile: Profile, layers: range) -> Profile:
+    """Recomputation of these is half as long if they are the last of their pack."""
+    costs = [
+        replace(c, unread_ns=Curve.proportional(4 * MS)) if i in layers else c for i, c in enumerate(profile.layers)
+    ]
+    return replace(profile, layers=tuple(costs))
+
+
+def test_packs_may_end_where_recomputation_is_spared() -> None:
+    profile = sparing(chain(), range(3, 12, 4))
+    freedom = replace(FREEDOM, schedules=("harmony",))
+    plan = plan_of(12, "harmony", freedom, 1, 3, "recompute")
+    assert [pack.last for pack in plan.backward_packs] == [2, 5, 8, 10, 11]
+    (found,) = ended_variants(plan, profile)
+    assert [pack.last for pack in found.backward_packs] == [3, 5, 7, 10, 11]
+    assert found.forward_packs == found.backward_packs[:-1]
+    assert least_ns(profile, machine(10**12), found) < least_ns(profile, machine(10**12), plan)
+
+
+def test_ends_of_packs_stay_where_nothing_is_spared_or_they_are_not_free() -> None:
+    profile = sparing(chain(), range(3, 12, 4))
+    plan = plan_of(12, "harmony", FREEDOM, 1, 3, "recompute")
+    kept = replace(plan, activations=("keep",) * len(plan.activations))
+    larger = replace(plan, forward_packs=(Pack(0, 10),))
+    for other, costs in ((plan, chain()), (kept, profile), (larger, profile)):
+        assert list(ended_variants(other, costs)) == []
+
+
+def test_the_search_ends_packs_where_recomputation_is_spared() -> None:
+    profile = sparing(chain(), range(0, 12, 2))
+    found = search(profile, machine(120 * MIB), Freedom(8, (1,), pack_sizes=(2, 4), activations=("recompute",)))
+    ends = [pack.last for pack in found.plan.backward_packs[:-2]]
+    assert ends
+    assert all(end % 2 == 0 for end in ends)
