@@ -162,7 +162,7 @@ def main() -> int:
     parser.add_argument("--devices", type=int, default=2)
     parser.add_argument("-m", type=int, default=8, help="microbatches per device or pipeline")
     parser.add_argument("--batch", type=int, default=16, help="sequences of a step")
-    parser.add_argument("--length", type=int, default=64, help="tokens of a sequence: the more, the more computing decides")
+    parser.add_argument("--length", type=int, default=64, help="tokens of a sequence")
     parser.add_argument("--share", type=float, default=0.25)
     parser.add_argument("--steps", type=int, default=2, help="timed steps, after one that is not")
     parser.add_argument("--rounds", type=int, default=1)
