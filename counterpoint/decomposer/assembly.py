@@ -53,7 +53,7 @@ def assemble(
     for name, part in zip(name_segments(segments, trace), pieces, strict=True):
         shared = [n for n in part.inputs if values[n].needs_grad and len(values[n].consumers) > 1]
         uses = separate_uses(part, shared)
-        made = body(part, uses, trace, tensors.owners, code)
+        made, lean = body(part, uses, trace, tensors.owners, code)
         inputs = [values[source] for source, _ in uses]
         signature = _signature(made, inputs, tensors)
         if signature not in known:
@@ -61,7 +61,7 @@ def assemble(
         for node, result in zip(part.outputs, known[signature], strict=True):
             values[node] = _confirmed(values[node], result, probe_size)
         outputs = [values[node] for node in part.outputs]
-        layers.append(_layer(len(layers), name, part, made, inputs, outputs, signature))
+        layers.append(_layer(len(layers), name, part, made, lean, inputs, outputs, signature))
         reaches.append([result.reach for result in known[signature]])
     return _chain(layers, values, values[loss].index, tensors, trace, reaches)
 
@@ -148,6 +148,7 @@ def _layer(
     name: str,
     part: Piece,
     made: GraphBody,
+    lean: GraphBody | None,
     inputs: Sequence[Value],
     outputs: Sequence[Value],
     signature: str,
@@ -164,7 +165,7 @@ def _layer(
         random=any(is_random(node) for node in part.nodes),
         signature=signature,
         body=made,
-        hollow=made.hollow,
+        hollow=lean,
     )
 
 

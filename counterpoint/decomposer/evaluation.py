@@ -68,7 +68,7 @@ def _evaluated(layer: Layer, known: dict[int, fx.GraphModule]) -> Layer:
         body, random = EvaluatedModule(layer.body), layer.random
     else:
         raise TypeError(f"a layer of {type(layer.body).__name__} cannot be evaluated")
-    return replace(layer, body=body, random=random, mutates=())
+    return replace(layer, body=body, hollow=None, random=random, mutates=())
 
 
 def _switched(module: fx.GraphModule) -> fx.GraphModule:

@@ -18,10 +18,7 @@ Code = dict[str, tuple[fx.GraphModule, fx.GraphModule | None]]
 
 @dataclass(frozen=True, slots=True)
 class GraphBody:
-    """A layer's graph. Its code takes parameters, buffers, constants and inputs, in this order.
-
-    `hollow` is the same for outputs that nobody reads, where that saves something.
-    """
+    """A layer's graph. Its code takes parameters, buffers, constants and inputs, in this order."""
 
     module: fx.GraphModule
     parameters: tuple[str, ...]
@@ -29,7 +26,6 @@ class GraphBody:
     mutates: tuple[str, ...]
     constants: tuple[Tensor, ...]
     digest: str
-    hollow: "GraphBody | None" = None
 
     def run(
         self, parameters: Mapping[str, Tensor], buffers: Mapping[str, Tensor], inputs: Sequence[Tensor]
@@ -110,8 +106,8 @@ def separate_uses(part: Piece, shared: Sequence[fx.Node]) -> list[tuple[fx.Node,
 
 def body(
     part: Piece, uses: Sequence[tuple[fx.Node, fx.Node | None]], trace: Trace, names: Mapping[str, str], code: Code
-) -> GraphBody:
-    """Generate the piece's code, or find the same code among that of earlier pieces."""
+) -> tuple[GraphBody, GraphBody | None]:
+    """Generate the piece's code, or find the same among that of earlier pieces; and a hollow one if that saves work."""
     graph, inner = _graph(part, uses)
     text = graph.python_code("self").src + "".join(module.code for module in inner.values())
     if text not in code:
@@ -130,7 +126,7 @@ def body(
         tuple(trace.constants[node.name] for node in part.constants),
         blake2b(text.encode(), digest_size=16).hexdigest(),
     )
-    return made if lean is None else replace(made, hollow=replace(made, module=lean))
+    return made, None if lean is None else replace(made, module=lean)
 
 
 def _graph(part: Piece, uses: Sequence[tuple[fx.Node, fx.Node | None]]) -> tuple[fx.Graph, dict[str, fx.GraphModule]]:

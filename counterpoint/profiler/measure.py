@@ -209,7 +209,7 @@ class _Runner:
         outputs, _ = self._forward(inputs)
         roots = [output for output in outputs if output.requires_grad]
         if not roots:
-            return MAKINGS[0]
+            return "whole"
         found: list[str] = []
         products = find_products([get_gradient_edge(root) for root in roots], self.parameters)
         hooks = [product.node.register_prehook(_trier(product, found)) for product in products.values()]
@@ -218,7 +218,7 @@ class _Runner:
             hook.remove()
         for parameter in self.parameters.values():
             parameter.grad = None
-        return min(found, key=MAKINGS.index, default=MAKINGS[0])
+        return min(found, key=MAKINGS.index, default="whole")
 
     def meter(self, inputs: list[Tensor], size: int) -> _Memory:
         """What tasks read and write is not workspace."""
