@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from counterpoint.core.program import Program, lane, reads
-from counterpoint.core.task import AllReduce, Backward, Clip, Forward, Task, Update
+from counterpoint.core.task import AllReduce, Backward, Clip, Forward, Send, Task, Update
 
 
 @dataclass(frozen=True)
@@ -13,7 +13,8 @@ class Duties:
     """`writers` and `users` are the devices that update and that use each layer's weights, in order.
 
     `losses` are, by device, the microbatches of a step whose loss it computes. `two_versions` if an update leaves the
-    version before in place. `runners` are the devices that run a layer forward.
+    version before in place. `runners` are the devices that run a layer forward. `senders` are pairs of devices of which
+    the first sends values to the second, `reducers` devices that sum gradients together.
     """
 
     num_devices: int
@@ -23,6 +24,8 @@ class Duties:
     losses: dict[int, tuple[int, ...]]
     lanes: tuple[tuple[str, ...], ...]
     two_versions: bool
+    senders: tuple[tuple[int, int], ...] = ()
+    reducers: tuple[tuple[int, ...], ...] = ()
 
     @property
     def copied(self) -> frozenset[int]:
@@ -59,10 +62,16 @@ def duties_of(program: Program) -> Duties:
     runners: defaultdict[int, dict[int, None]] = defaultdict(dict)
     losses: defaultdict[int, dict[int, None]] = defaultdict(dict)
     lanes: list[tuple[str, ...]] = []
+    senders: dict[tuple[int, int], None] = {}
+    reducers: dict[tuple[int, ...], None] = {}
     for device, part in enumerate(program.devices):
         tasks = (*part.prologue, *part.body, *part.epilogue)
         lanes.append(tuple(dict.fromkeys(_lane(task) for task in tasks)))
         for task in tasks:
+            if isinstance(task, Send):
+                senders[device, task.peer] = None
+            if isinstance(task, AllReduce) and len(task.peers) > 1:
+                reducers[task.peers] = None
             if isinstance(task, Forward | Backward | Update):
                 for buffer in reads(task, program.outline):
                     if buffer.kind in ("weight", "old", "constant"):
@@ -86,6 +95,8 @@ def duties_of(program: Program) -> Duties:
         {device: tuple(sorted(found)) for device, found in sorted(losses.items())},
         tuple(lanes),
         any(isinstance(t, Update) and t.keeps_old for part in program.devices for t in (*part.body, *part.epilogue)),
+        tuple(sorted(senders)),
+        tuple(sorted(reducers)),
     )
 
 

@@ -149,6 +149,12 @@ class Profile:
         """As it is when so much of what computations make comes from the operating system: that is in their times."""
         return replace(self, layers=tuple(layer.with_fresh(percent) for layer in self.layers))
 
+    @property
+    def has_fresh(self) -> bool:
+        """Whether memory that is not there yet costs anything."""
+        curves = [curve for layer in self.layers for curve in (layer.forward_fresh_ns, layer.backward_fresh_ns)]
+        return any(time for curve in curves for _, time in curve.points)
+
     def makings(self, microbatch_size: int) -> tuple[str, ...]:
         """How the gradients of each layer's weights are made."""
         return tuple(dict(layer.makings).get(microbatch_size, "whole") for layer in self.layers)

@@ -105,5 +105,5 @@ def with_home_updates(profile: Profile, machine: Machine) -> Profile:
     layers = []
     for cost in profile.layers:
         moved = 2 * _update_bytes(cost) - cost.grad_bytes
-        layers.append(replace(cost, host_update_ns=cost.update_ns + moved * 10**9 // speed))
+        layers.append(replace(cost, host_update_ns=cost.host_update_ns + moved * 10**9 // speed))
     return replace(profile, layers=tuple(layers))

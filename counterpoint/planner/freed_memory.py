@@ -38,6 +38,8 @@ def beside_freed(
     if _has_plenty(profile, machine, plan, program):
         return _as_it_is(profile, machine, plan, program, "stay", steps)
     found = [_as_it_is(profile, machine, plan, program, "leave", steps)]
+    if not profile.has_fresh:  # an accelerator's allocator keeps what was freed, and gives it back where it is wanted
+        return found[0]
     for room_percent, fresh_percent in _ROOMS[profile.tidy_heap] if plan.residency == "planned" else ():
         roomier = _with_room(profile.with_fresh(fresh_percent), machine, plan, program, room_percent)
         with suppress(BudgetError):

@@ -32,6 +32,9 @@ class FreshPages(NamedTuple):
         return int(sum(size * price for size, price in zip(sizes, prices, strict=True) if size >= LEAVING_BYTES))
 
 
+FREE_PAGES = FreshPages(0.0, 0.0)  # of a device whose allocator keeps what was freed
+
+
 def probe_pages() -> FreshPages:
     return FreshPages(_ns_per_byte(_MADV_NOHUGEPAGE), _ns_per_byte(mmap.MADV_HUGEPAGE))
 

@@ -11,9 +11,9 @@ from torch.autograd.graph import get_gradient_edge
 
 from counterpoint.core.profile import MAKINGS, Curve, LayerCost, Profile, ValueCost
 from counterpoint.decomposer.chain import Chain, Layer
-from counterpoint.profiler.fresh_pages import FreshPages, probe_pages
+from counterpoint.profiler.fresh_pages import FREE_PAGES, FreshPages, probe_pages
 from counterpoint.profiler.meter import Meter, is_large, storage_bytes
-from counterpoint.runtime.backend import CPU
+from counterpoint.runtime.backend import CPU, Backend
 from counterpoint.runtime.frame import Flat, Frame
 from counterpoint.runtime.gradients import Target, differentiate, discarding
 from counterpoint.runtime.memory_process import trim
@@ -61,18 +61,20 @@ def profile_of(
     tokens_per_sample: int = 1,
     autocast: torch.dtype | None = None,
     limit_bytes: int | None = None,
+    backend: Backend = CPU,
 ) -> Profile:
     """Times and bytes of every layer; layers with one signature are measured once.
 
     Sizes at which some layer would probably pass `limit_bytes` are left out, the smallest excepted.
     """
-    samples = _samples(frame.chain, sizes, autocast, limit_bytes)
+    samples = _samples(frame.chain, sizes, autocast, limit_bytes, backend)
     measured = tuple(samples)
-    update_ns = _update_ns_per_element(rule, frame)
+    update_ns = _update_ns_per_element(rule, frame, backend)
+    host_update_ns = update_ns if backend.is_process else _update_ns_per_element(rule, frame, CPU)
     costs = []
     for layer in frame.chain.layers:
         found = [samples[size][layer.signature] for size in measured]
-        costs.append(_layer_cost(frame, states, layer, measured, found, update_ns))
+        costs.append(_layer_cost(frame, states, layer, measured, found, (update_ns, host_update_ns)))
     values = tuple(
         ValueCost(
             outline_value.producer,
@@ -82,25 +84,32 @@ def profile_of(
         )
         for outline_value, index in zip(frame.outline.values, frame.values, strict=True)
     )
-    return Profile(name, tuple(costs), values, tokens_per_sample, is_tidy())
+    return Profile(name, tuple(costs), values, tokens_per_sample, is_tidy() or not backend.is_process)
 
 
 def _samples(
-    chain: Chain, sizes: Sequence[int], autocast: torch.dtype | None, limit_bytes: int | None
+    chain: Chain, sizes: Sequence[int], autocast: torch.dtype | None, limit_bytes: int | None, backend: Backend
 ) -> dict[int, dict[str, _Sample]]:
     """By size, smallest first, and signature; of the sizes at which every layer was measured."""
     distinct = {layer.signature: layer for layer in chain.layers}
-    common, found, pages = sorted(sizes), {}, probe_pages()
+    common, found, pages = sorted(sizes), {}, probe_pages() if backend.is_process else FREE_PAGES
     for signature, layer in distinct.items():
-        found[signature] = _Runner(chain, layer, autocast, pages).samples(common, limit_bytes)
+        found[signature] = _Runner(chain, layer, autocast, pages, backend).samples(common, limit_bytes)
         common = [size for size in common if size in found[signature]]
         trim()
     return {size: {signature: samples[size] for signature, samples in found.items()} for size in common}
 
 
 def _layer_cost(
-    frame: Frame, states: tuple[Flat, ...], layer: Layer, sizes: Sequence[int], samples: list[_Sample], update_ns: float
+    frame: Frame,
+    states: tuple[Flat, ...],
+    layer: Layer,
+    sizes: Sequence[int],
+    samples: list[_Sample],
+    updates_ns: tuple[float, float],
 ) -> LayerCost:
+    """`updates_ns` are those of an element on the device and on the host."""
+
     def curve(read: Callable[[_Sample], int]) -> Curve:
         return Curve(tuple((size, read(sample)) for size, sample in zip(sizes, samples, strict=True)))
 
@@ -112,8 +121,8 @@ def _layer_cost(
         backward_ns=curve(lambda s: s.backward_ns),
         forward_fresh_ns=curve(lambda s: s.memory.forward_fresh_ns),
         backward_fresh_ns=curve(lambda s: s.memory.backward_fresh_ns),
-        update_ns=int(update_ns * elements),
-        host_update_ns=int(update_ns * elements),
+        update_ns=int(updates_ns[0] * elements),
+        host_update_ns=int(updates_ns[1] * elements),
         weight_bytes=weights.num_bytes,
         grad_bytes=weights.num_bytes,
         state_bytes=states[layer.index].num_bytes,
@@ -132,15 +141,18 @@ def _layer_cost(
 class _Runner:
     """Runs one layer as the executor does: gradients are copied to where they are kept, or added to what is there."""
 
-    def __init__(self, chain: Chain, layer: Layer, autocast: torch.dtype | None, pages: FreshPages) -> None:
-        self.chain, self.layer, self.autocast, self.pages = chain, layer, autocast, pages
+    def __init__(
+        self, chain: Chain, layer: Layer, autocast: torch.dtype | None, pages: FreshPages, backend: Backend
+    ) -> None:
+        self.chain, self.layer, self.autocast, self.pages, self.backend = chain, layer, autocast, pages, backend
         self.parameters: dict[str, Tensor] = {}
         for name in (*layer.parameters, *layer.tied):
             spec = chain.parameters[name]
-            self.parameters[name] = _stand_in(spec.shape, spec.dtype).requires_grad_(spec.requires_grad)
+            self.parameters[name] = self._stand_in(spec.shape, spec.dtype).requires_grad_(spec.requires_grad)
         self.targets = {name: torch.zeros_like(t) for name, t in self.parameters.items() if t.requires_grad}
         self.makings: dict[int, str] = {}
-        self.buffers = {name: _stand_in(chain.buffers[name].shape, chain.buffers[name].dtype) for name in layer.buffers}
+        specs = {name: chain.buffers[name] for name in layer.buffers}
+        self.buffers = {name: self._stand_in(spec.shape, spec.dtype) for name, spec in specs.items()}
 
     def samples(self, sizes: Sequence[int], limit_bytes: int | None) -> dict[int, _Sample]:
         """By size, smallest first; larger ones only while they will probably fit."""
@@ -185,11 +197,16 @@ class _Runner:
         return found
 
     def clock(self, inputs: list[Tensor], size: int, started: set[str]) -> tuple[int, int]:
-        begin = time.monotonic_ns()
+        begin = self._now_ns()
         outputs, entered = self._forward(inputs)
-        middle = time.monotonic_ns()
+        middle = self._now_ns()
         self._backward(outputs, entered, started, self.makings[size])
-        return middle - begin, time.monotonic_ns() - middle
+        return middle - begin, self._now_ns() - middle
+
+    def _now_ns(self) -> int:
+        """When all that was begun is done."""
+        self.backend.finish()
+        return time.monotonic_ns()
 
     def _unread_ns(self, size: int) -> int:
         """What a forward saves if nobody reads its outputs: read and unread in turn."""
@@ -199,9 +216,9 @@ class _Runner:
         times: dict[bool, list[int]] = {False: [], True: []}
         for _ in range(1 + _MOST_TIMES):
             for unread, found in times.items():
-                begin = time.monotonic_ns()
+                begin = self._now_ns()
                 self._forward(inputs, unread)
-                found.append(time.monotonic_ns() - begin)
+                found.append(self._now_ns() - begin)
         return max(0, int(median(times[False][1:]) - median(times[True][1:])))
 
     def try_out(self, inputs: list[Tensor]) -> str:
@@ -226,7 +243,7 @@ class _Runner:
         fixed = [*self.parameters.values(), *self.buffers.values()]
         batch = [t for i, t in zip(self.layer.inputs, inputs, strict=True) if self.chain.values[i].producer < 0]
         apart = {tensor.untyped_storage().data_ptr() for tensor in (*fixed, *batch)}
-        with Meter([*fixed, *inputs]) as forward, discarding():
+        with Meter([*fixed, *inputs], self.backend.device) as forward, discarding():
             plain, _ = self._forward(inputs)
         workspace = max(0, forward.peak_bytes - storage_bytes(list(plain)))
         del plain
@@ -238,15 +255,20 @@ class _Runner:
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             outputs, entered = self._forward(inputs)
-        with Meter([*fixed, *self.targets.values(), *inputs, *kept]) as backward:
+        with Meter([*fixed, *self.targets.values(), *inputs, *kept], self.backend.device) as backward:
             self._backward(outputs, entered, set(self.targets), self.makings[size])
         fresh = (self.pages.ns(forward.made), self.pages.ns(backward.made))
         kept_large = storage_bytes([tensor for tensor in kept if is_large(tensor.untyped_storage().nbytes())])
         large = max(forward.peak_large_bytes, kept_large + backward.peak_large_bytes)
         return _Memory(storage_bytes(kept), workspace, backward.peak_bytes, *fresh, large)
 
+    def _stand_in(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        return _stand_in(shape, dtype, self.backend)
+
     def _inputs(self, size: int) -> list[Tensor]:
-        return [_stand_in(self.chain.values[i].shape_at(size), self.chain.values[i].dtype) for i in self.layer.inputs]
+        return [
+            self._stand_in(self.chain.values[i].shape_at(size), self.chain.values[i].dtype) for i in self.layer.inputs
+        ]
 
     def _forward(self, inputs: list[Tensor], unread: bool = False) -> tuple[tuple[Tensor, ...], list[Tensor]]:
         """Outputs, and the inputs that want a gradient."""
@@ -254,7 +276,7 @@ class _Runner:
             tensor.detach().requires_grad_(self.chain.values[index].needs_grad)
             for index, tensor in zip(self.layer.inputs, inputs, strict=True)
         ]
-        with CPU.autocast(self.autocast):
+        with self.backend.autocast(self.autocast):
             outputs = self.layer.run(self.parameters, self.buffers, leaves, unread)[0]
         return outputs, [leaf for leaf in leaves if leaf.requires_grad]
 
@@ -273,22 +295,23 @@ def _trier(product: Product, found: list[str]) -> Callable[[tuple[Tensor, ...]],
     return lambda grads: found.append(product.try_out(grads[0]))
 
 
-def _stand_in(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+def _stand_in(shape: tuple[int, ...], dtype: torch.dtype, backend: Backend) -> Tensor:
     """Content does not matter, but it must be ordinary: small numbers, index 0, true."""
+    blank = torch.zeros(shape, dtype=dtype, device=backend.device)
     if dtype.is_floating_point:
-        return torch.empty(shape, dtype=dtype).normal_(0.0, 0.02)
-    return torch.ones(shape, dtype=dtype) if dtype == torch.bool else torch.zeros(shape, dtype=dtype)
+        return blank.normal_(0.0, 0.02)
+    return blank.fill_(1) if dtype == torch.bool else blank
 
 
-def _update_ns_per_element(rule: UpdateRule, frame: Frame) -> float:
+def _update_ns_per_element(rule: UpdateRule, frame: Frame, backend: Backend) -> float:
     """Time of the optimizer's own step on one slice."""
     names = [slot.name for flat in frame.weights for slot in flat.slots if slot.name in rule.group_of]
     if not names:
         return 0.0
     shape = (1024, 8 * SLICE_ELEMENTS // 1024)
-    parameter, grad = _stand_in(shape, torch.float32), _stand_in(shape, torch.float32)
+    parameter, grad = (_stand_in(shape, torch.float32, backend) for _ in range(2))
     state = {
-        tensor.key: torch.zeros(tensor.shape, dtype=tensor.dtype)
+        tensor.key: torch.zeros(tensor.shape, dtype=tensor.dtype, device=backend.device)
         for tensor in rule.state_tensors(names[0], shape, torch.float32)
     }
     scalars = dict(rule.scalars)
@@ -296,6 +319,7 @@ def _update_ns_per_element(rule: UpdateRule, frame: Frame) -> float:
     for number in range(6):
         begin = time.monotonic_ns()
         rule.update(names[0], parameter, grad, state, fresh=number == 0)
+        backend.finish()
         times.append(time.monotonic_ns() - begin)
     rule.scalars = scalars
     return median(times[1:]) / (8 * SLICE_ELEMENTS)

@@ -3,10 +3,12 @@
 import weakref
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from counterpoint.runtime.backend import CPU
 from counterpoint.runtime.memory_process import HEAP_BYTES
 
 
@@ -16,8 +18,9 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     `made` are the sizes of all of them; `peak_large_bytes` counts only those that are too large for the heap.
     """
 
-    def __init__(self, known: list[Tensor]) -> None:
+    def __init__(self, known: list[Tensor], device: torch.device = CPU.device) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
+        self.device = device
         self.live_bytes = self.peak_bytes = 0
         self.live_large_bytes = self.peak_large_bytes = 0
         self.made: list[int] = []
@@ -27,7 +30,7 @@ class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(result):
-            if isinstance(leaf, Tensor) and leaf.device.type == "cpu":
+            if isinstance(leaf, Tensor) and leaf.device == self.device:
                 self._count(leaf)
         return result
 

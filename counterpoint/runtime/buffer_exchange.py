@@ -39,8 +39,8 @@ class BufferExchange:
         hear = partial(self.transport.hear, sum(tensor.nbytes for tensor in like), owner)
         message = self.executor.aside(hear, owner, f"the buffers of {names[0]} and others from device {owner}")
         for name, tensor, part in zip(names, like, message.split([t.nbytes for t in like]), strict=True):
-            self.compute.buffers[name] = part.clone().view(tensor.dtype).view(tensor.shape)
+            self.compute.buffers[name] = self.compute.backend.here(part.clone().view(tensor.dtype).view(tensor.shape))
 
 
 def _packed(tensors: Sequence[Tensor]) -> Tensor:
-    return torch.cat([tensor.detach().contiguous().view(-1).view(torch.uint8) for tensor in tensors])
+    return torch.cat([tensor.detach().cpu().contiguous().view(-1).view(torch.uint8) for tensor in tensors])

@@ -125,7 +125,7 @@ def read_checkpoint(
     if store.names.two_versions:
         _read_previous(folder, weights, owned, store)
     for name in buffers:
-        buffers[name] = read_tensor(folder / WEIGHTS, weights[name])
+        buffers[name] = store.backend.here(read_tensor(folder / WEIGHTS, weights[name]))
     store.fresh_states.clear()
     store.fresh_states.update(fresh)
 

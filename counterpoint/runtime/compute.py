@@ -217,7 +217,7 @@ class Compute:
         for leaf in graph.parameters.values():
             if leaf.requires_grad:
                 # Only the shape of a leaf matters from here on; its memory may be dropped or move.
-                leaf.data = torch.empty(1, dtype=leaf.dtype).expand(leaf.shape)
+                leaf.data = leaf.data.new_empty(1).expand(leaf.shape)
         self.graphs[layer, microbatch] = graph
         return tuple(output.detach() for output in outputs)
 

@@ -13,7 +13,7 @@ def discard(store: Store, compute: Compute) -> None:
     store.saved.clear()
     for regions in (store.regions, store.saved_regions):
         for region in regions.values():
-            store.pool.free(region)
+            store.pool.free(region)  # type: ignore[arg-type]
         regions.clear()
     for buffer in list(store.values):
         store.drop(buffer)

@@ -82,6 +82,22 @@ class Disk:
         with self._lock:
             return self._extents[key]
 
+    def __contains__(self, key: str) -> bool:
+        with self._lock:
+            return key in self._extents
+
+    @property
+    def descriptor(self) -> int:
+        """The open file, for whoever maps its extents."""
+        return self._file.buffered_descriptor
+
+    def hide(self) -> None:
+        """Take the file's name away: it is gone with the last process that has it open, however that ends."""
+        self.path.unlink(missing_ok=True)
+
+    def mapped(self, key: str) -> None:
+        """No key of a disk lies in memory."""
+
     def add(self, key: str, num_bytes: int) -> None:
         """Give a further key an extent, from space released before if some is large enough."""
         with self._lock:

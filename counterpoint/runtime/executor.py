@@ -136,6 +136,8 @@ class Executor:
         """End the lanes; what they hold is finished or, after an error, skipped; what waits for a peer is left."""
         self._ended = True
         patience_seconds = 0.0 if self.lost else _JOIN_SECONDS
+        if self.transport is not None and self.lost:
+            self.transport.wires.cut()
         self.lanes.close(None if self.transport is None else patience_seconds)
 
     def _submit(self, task: Task, step: int) -> Job:
@@ -157,10 +159,10 @@ class Executor:
                 if not other.done.is_set():
                     job.blocker = other.task
                     self._wait(other)
-                self.store.backend.follow(other.mark)
             if self.error is None:
                 job.start_ns = time.monotonic_ns()
                 posted = self._begin(job)
+                self.store.backend.finish()
         except BaseException as error:
             self._fail(job, error)
         finally:
@@ -196,6 +198,7 @@ class Executor:
             if tensor is not None:
                 self.store.take(job.task.buffer, tensor)
                 self.outside.headroom.landed(job.task.buffer)
+            self.store.backend.finish()
             self.awaited.by_lane.pop(job.lane, None)
         except BaseException as error:
             self._fail(job, error)
@@ -208,7 +211,6 @@ class Executor:
         if job.task is not None:
             self.record.add(job, job.task)
         job.predecessors = []
-        job.mark = self.store.backend.mark()
         job.done.set()
 
     def _fail(self, job: Job, error: BaseException) -> None:

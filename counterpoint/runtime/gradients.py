@@ -40,7 +40,7 @@ class _Enter(torch.autograd.Function):
     def forward(ctx: Any, begin: Tensor, tensor: Tensor, entrance: Entrance) -> Tensor:
         ctx.entrance = entrance
         ctx.set_materialize_grads(False)
-        alias = torch.empty(0, dtype=tensor.dtype)  # not a view, which would hold on to the tensor
+        alias = tensor.new_empty(0)  # not a view, which would hold on to the tensor
         alias.set_(tensor.untyped_storage(), tensor.storage_offset(), tensor.shape, tensor.stride())
         return alias
 

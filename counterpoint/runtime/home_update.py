@@ -14,13 +14,13 @@ from torch import Tensor
 from counterpoint.core.homes import UPDATE_STAGING_BYTES
 from counterpoint.core.program import narrows
 from counterpoint.core.task import Update, grad, old, weight
-from counterpoint.runtime.disk import Disk
 from counterpoint.runtime.disk_extents import BLOCK_BYTES, round_to_blocks
 from counterpoint.runtime.disk_transfer import Transfer
 from counterpoint.runtime.frame import Flat, Slot
 from counterpoint.runtime.memory import Region
 from counterpoint.runtime.optimizer import UpdateRule
 from counterpoint.runtime.store import Store
+from counterpoint.runtime.tiers import Home
 
 _TURNS = 3  # one slice being read, one updated, one written
 
@@ -29,7 +29,7 @@ _TURNS = 3  # one slice being read, one updated, one written
 class _Source:
     """A tensor at home; what becomes of it goes to `target`, if anywhere. What is not read comes as it is."""
 
-    disk: Disk
+    disk: Home
     key: str
     slot: Slot
     target: str = ""
@@ -47,6 +47,7 @@ class HomeUpdate:
 
     def update(self, layer: int, task: Update, started: set[str], factor: Tensor | None) -> None:
         """`started` are the parameters that a gradient has reached; `factor` clips their gradients."""
+        factor = None if factor is None else factor.cpu()
         self._keep_old(layer, task)
         fresh = layer in self.store.fresh_states
         for slot in self.store.frame.weights[layer].slots:

@@ -19,7 +19,6 @@ class Job:
         "done",
         "end_ns",
         "lane",
-        "mark",
         "predecessors",
         "result",
         "start_ns",
@@ -35,7 +34,6 @@ class Job:
         self.blocker: Task | None = None
         self.call: Callable[[], Any] | None = None
         self.result: Any = None
-        self.mark: object = None
 
 
 class Lanes:
@@ -77,8 +75,9 @@ class Lanes:
                 self._run(job)
 
     def _serve_arrivals(self, name: str) -> None:
-        while (job := self._arrivals[name].get()) is not None:
-            self._finish(job)
+        with self._backend.lane(f"{name} arrivals"):
+            while (job := self._arrivals[name].get()) is not None:
+                self._finish(job)
 
 
 def _thread(name: str, work: Callable[[str], None], lane: str) -> threading.Thread:

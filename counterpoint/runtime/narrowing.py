@@ -19,13 +19,13 @@ from torch.utils._pytree import tree_leaves
 
 from counterpoint.decomposer.chain import Chain, Layer
 from counterpoint.decomposer.layering import GraphBody
-from counterpoint.runtime.backend import CPU
+from counterpoint.runtime.backend import CPU, Backend
 
 _SIZE = 2  # of the microbatch; a size of 1 may be special
 _Trace = list[tuple[object, ...]]
 
 
-def narrowed(chain: Chain, autocast: torch.dtype | None) -> dict[str, torch.dtype]:
+def narrowed(chain: Chain, autocast: torch.dtype | None, backend: Backend = CPU) -> dict[str, torch.dtype]:
     """The narrow parameters and their dtype; a tied one is narrow if it is in every layer that uses it."""
     if autocast is None:
         return {}
@@ -36,31 +36,33 @@ def narrowed(chain: Chain, autocast: torch.dtype | None) -> dict[str, torch.dtyp
         names = body.parameters if isinstance(body, GraphBody) else (*layer.parameters, *layer.tied)
         key = layer.signature if isinstance(body, GraphBody) else layer.name  # a module may have more than it shows
         if key not in known:
-            found = _narrow_in(chain, layer, autocast)
+            found = _narrow_in(chain, layer, autocast, backend)
             known[key] = [name in found for name in names]
         for name, is_narrow in zip(names, known[key], strict=True):
             uses.setdefault(name, []).append(is_narrow)
     return {name: autocast for name, found in uses.items() if all(found)}
 
 
-def _narrow_in(chain: Chain, layer: Layer, dtype: torch.dtype) -> set[str]:
+def _narrow_in(chain: Chain, layer: Layer, dtype: torch.dtype, backend: Backend) -> set[str]:
     try:
-        with warnings.catch_warnings(), FakeTensorMode(allow_non_fake_inputs=True):
+        with warnings.catch_warnings(), FakeTensorMode(allow_non_fake_inputs=True), backend.device:
             warnings.simplefilter("ignore")
-            casts, before = _observe(chain, layer, dtype, set())
+            casts, before = _observe(chain, layer, dtype, set(), backend)
             found = {name for name, count in casts.items() if count == 1 and chain.parameters[name].requires_grad}
-            return found if _observe(chain, layer, dtype, found)[1] == before else set()
+            return found if _observe(chain, layer, dtype, found, backend)[1] == before else set()
     except Exception:  # a layer that looks at content, or does what cannot be done without it
         return set()
 
 
-def _observe(chain: Chain, layer: Layer, dtype: torch.dtype, narrow: set[str]) -> tuple[Counter[str], _Trace]:
+def _observe(
+    chain: Chain, layer: Layer, dtype: torch.dtype, narrow: set[str], backend: Backend
+) -> tuple[Counter[str], _Trace]:
     """How often each parameter is cast, of those that are not used otherwise; and what else the layer does."""
     parameters = {name: _parameter(chain, name, dtype, narrow) for name in (*layer.parameters, *layer.tied)}
     buffers = {n: torch.empty(chain.buffers[n].shape, dtype=chain.buffers[n].dtype) for n in layer.buffers}
     values = [chain.values[index] for index in layer.inputs]
     inputs = [torch.empty(value.shape_at(_SIZE), dtype=value.dtype, requires_grad=value.needs_grad) for value in values]
-    with _Recorder(parameters, dtype) as recorder, CPU.autocast(dtype):
+    with _Recorder(parameters, dtype) as recorder, backend.autocast(dtype):
         outputs, mutated = layer.run(parameters, buffers, inputs)
     recorder.trace.append(("results", *_forms((*outputs, *mutated.values()))))
     return recorder.casts, recorder.trace

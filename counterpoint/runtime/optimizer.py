@@ -21,6 +21,7 @@ from counterpoint.runtime.error_feedback import ErrorFeedback
 from counterpoint.runtime.shadow import shadow_of
 
 SLICE_ELEMENTS = 1 << 17  # temporaries are small enough for the heap, and stay in the cache
+DEVICE_SLICE_ELEMENTS = 1 << 23  # on an accelerator, which wants more to do at once
 _SMALL_BYTES = 64 << 20
 _ELEMENTWISE = ("SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "Adagrad", "Adadelta", "ASGD")
 
@@ -54,6 +55,7 @@ class UpdateRule:
                 self.group_of[names[id(parameter)]] = index
         self.scalars: dict[str, dict[str, Any]] = {}
         self._threads: ThreadPoolExecutor | None = None
+        self.host_keys: set[str] = set()  # of state that stays with the processor, as a count of steps does
         self.groups: list[dict[str, Any]] | None = None  # settings to use instead of the optimizer's own
 
     def state_tensors(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> tuple[StateTensor, ...]:
@@ -74,13 +76,14 @@ class UpdateRule:
             if state:
                 break
         found = [(key, value) for key, value in state.items() if isinstance(value, Tensor)]
+        self.host_keys |= {key for key, value in found if device == "meta" and not value.is_meta}
         return tuple(StateTensor(key, tuple(value.shape), value.dtype) for key, value in found)
 
     def update(self, name: str, parameter: Tensor, grad: Tensor, state: Mapping[str, Tensor], fresh: bool) -> None:
         """One optimizer step in place; `fresh` if the state's memory holds nothing yet."""
         if name not in self.group_of:
             return
-        parts = tuple(self._slices(parameter.numel(), state, parameter.shape))
+        parts = tuple(self._slices(parameter, state))
         for batch in [(part,) for part in parts] if fresh else [parts]:  # fresh state is made beside its place
             self._update_slices(name, parameter, grad, state, fresh, batch, batch[-1] is parts[-1])
 
@@ -99,25 +102,31 @@ class UpdateRule:
         for part in parts:
             leaves.append(_cut(parameter, part, parameter.shape).detach().requires_grad_())
             leaves[-1].grad = _cut(grad, part, parameter.shape)
-            after.append({} if fresh else {k: _cut(v, part, parameter.shape) for k, v in state.items()} | scalars)
+            after.append({} if fresh else self._state(state, part, parameter) | scalars)
         self._run_beside(name, leaves, after)
         with torch.no_grad():
             for part, found in zip(parts, after, strict=True):
                 self._keep(name, found, state, part, parameter.shape, last and part is parts[-1])
 
-    def _slices(self, count: int, state: Mapping[str, Tensor], shape: torch.Size) -> Iterator[slice | None]:
-        fits = all(tensor.shape == shape or tensor.numel() == 1 for tensor in state.values())
-        if not self.elementwise or not fits or count <= SLICE_ELEMENTS:
+    def _state(self, state: Mapping[str, Tensor], part: slice | None, parameter: Tensor) -> dict[str, Any]:
+        """What the optimizer finds; some of it not on the parameter's device."""
+        found = {key: _cut(tensor, part, parameter.shape) for key, tensor in state.items()}
+        return {key: tensor.cpu() if key in self.host_keys else tensor for key, tensor in found.items()}
+
+    def _slices(self, parameter: Tensor, state: Mapping[str, Tensor]) -> Iterator[slice | None]:
+        count, size = parameter.numel(), SLICE_ELEMENTS if parameter.is_cpu else DEVICE_SLICE_ELEMENTS
+        fits = all(tensor.shape == parameter.shape or tensor.numel() == 1 for tensor in state.values())
+        if not self.elementwise or not fits or count <= size:
             yield None
             return
-        for start in range(0, count, SLICE_ELEMENTS):
-            yield slice(start, min(start + SLICE_ELEMENTS, count))
+        for start in range(0, count, size):
+            yield slice(start, min(start + size, count))
 
     def _run_beside(self, name: str, leaves: list[Tensor], states: list[dict[str, Any]]) -> None:
         """Slices are dealt to threads that each work alone: sharing every small operation would mean to wait for one
         another all the time, the longer the busier the machine is."""
         count = min(torch.get_num_threads(), len(leaves))
-        if count == 1:
+        if count == 1 or not leaves[0].is_cpu:
             self._run(name, leaves, states)
             return
         if self._threads is None:

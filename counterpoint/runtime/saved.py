@@ -12,8 +12,8 @@ from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
 from counterpoint.core.task import Buffer
+from counterpoint.runtime.backend import AnyRegion
 from counterpoint.runtime.disk_extents import round_to_blocks
-from counterpoint.runtime.memory import Region
 from counterpoint.runtime.strides import Form, restrided
 
 WeightName = tuple[Buffer, str]
@@ -52,7 +52,7 @@ class SavedTensors:
         if address not in self._known:
             assert self.storages is not None
             self._known[address] = len(self.storages)
-            content = torch.empty(0, dtype=torch.uint8).set_(storage)
+            content = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
             self.storages.append(content.clone() if copied else content)
             self.sizes.append(storage.nbytes())
         return _View(self._known[address], Form.of(tensor), int(tensor.storage_offset()))
@@ -66,18 +66,18 @@ class SavedTensors:
         """As they lie one behind the other, each from a whole block on."""
         return sum(round_to_blocks(size) for size in self.sizes)
 
-    def lie_in(self, region: Region) -> None:
+    def lie_in(self, region: AnyRegion) -> None:
         """They have come back, in a region."""
         self.storages = self._places(region)
 
-    def move_into(self, region: Region) -> None:
+    def move_into(self, region: AnyRegion) -> None:
         """One by one, so that what each leaves is free for the others."""
         assert self.storages is not None
         for index, place in enumerate(self._places(region)):
             place.copy_(self.storages[index])
             self.storages[index] = place
 
-    def _places(self, region: Region) -> list[Tensor]:
+    def _places(self, region: AnyRegion) -> list[Tensor]:
         places, offset = [], 0
         for size in self.sizes:
             places.append(region.tensor(torch.uint8, (size,), offset))

@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 
 from counterpoint.core.task import PER_LAYER, Buffer
-from counterpoint.runtime.backend import CPU, Backend
-from counterpoint.runtime.disk import Disk
+from counterpoint.runtime.backend import CPU, AnyPool, AnyRegion, Backend
 from counterpoint.runtime.disk_extents import round_to_blocks
 from counterpoint.runtime.frame import Flat, Frame
 from counterpoint.runtime.home_names import HomeNames
-from counterpoint.runtime.memory import Pool, Region
+from counterpoint.runtime.memory import Region
 from counterpoint.runtime.saved import SavedTensors
 from counterpoint.runtime.strides import Form, restrided, spanned
+from counterpoint.runtime.tiers import Home
 from counterpoint.runtime.versions import Versions
 
 STAGING_BYTES = 8 << 20
@@ -32,7 +32,7 @@ class _Held:
     """A value on the device: the tensor, and the region it lies in after it came back from home."""
 
     tensor: Tensor
-    region: Region | None = None
+    region: AnyRegion | None = None
 
 
 @dataclass(slots=True)
@@ -55,11 +55,11 @@ class Store:
         self,
         frame: Frame,
         states: tuple[Flat, ...],
-        disk: Disk,
-        pool: Pool,
+        disk: Home,
+        pool: AnyPool,
         num_microbatches: int,
         names: HomeNames | None = None,
-        passing: Disk | None = None,
+        passing: Home | None = None,
         versions: Versions | None = None,
         backend: Backend = CPU,
     ) -> None:
@@ -68,16 +68,16 @@ class Store:
         self.num_microbatches = num_microbatches
         self.names, self.passing, self.versions = names or HomeNames(), passing or disk, versions
         self.stopped: Callable[[], bool] = lambda: False
-        self.regions: dict[Buffer, Region] = {}
+        self.regions: dict[Buffer, AnyRegion] = {}
         self.values: dict[Buffer, _Held] = {}
         self.forms: dict[Buffer, Form] = {}
         self.saved: dict[Buffer, SavedTensors] = {}
-        self.saved_regions: dict[Buffer, Region] = {}
+        self.saved_regions: dict[Buffer, AnyRegion] = {}
         self.lent: set[int] = set()
         self.fresh_states = set(range(frame.num_layers))
         self.passing_keys: dict[str, int] = {}
         self.counters = SwapCounters()
-        self._staging = (Region(STAGING_BYTES), Region(STAGING_BYTES))
+        self._staging = (backend.staging(STAGING_BYTES), backend.staging(STAGING_BYTES))
 
     def flat(self, buffer: Buffer) -> Flat:
         match buffer.kind:
@@ -164,7 +164,7 @@ class Store:
             self._reserve(key, num_bytes)
         if num_bytes:  # an optimizer may keep no state
             disk = self.passing if buffer.kind == "grad" else self.disk
-            disk.write(key, self.regions[buffer]).wait()
+            self.backend.write(disk, key, self.regions[buffer])
             self.count(evicted=num_bytes)
             self.announce(buffer)
 
@@ -175,7 +175,7 @@ class Store:
             self._write_pieces(key, pieces)
         else:
             self._reserve(key, region.num_bytes)
-            self.passing.write(key, region).wait()
+            self.backend.write(self.passing, key, region)
             self.count(evicted=region.num_bytes)
 
     def announce(self, buffer: Buffer) -> None:
@@ -185,12 +185,13 @@ class Store:
 
     def drop(self, buffer: Buffer) -> None:
         if buffer.kind in PER_LAYER:
-            self.pool.free(self.regions.pop(buffer))
+            self._free(self.regions.pop(buffer))
         elif buffer.kind == "saved":
             if buffer in self.saved:
                 self.saved[buffer].drop()
             self._free(self.saved_regions.pop(buffer, None))
         elif buffer in self.values:
+            self.backend.finish()  # a computation that adds to a value drops it while it may still be read
             held = self.values.pop(buffer)
             region = held.region
             del held
@@ -213,31 +214,31 @@ class Store:
             return self.names.lasting(buffer)
         return f"{kind} {owner} {number % (2 if kind == 'grad' else 2 * self.num_microbatches)}"
 
-    def _load_flat(self, buffer: Buffer, region: Region) -> None:
+    def _load_flat(self, buffer: Buffer, region: AnyRegion) -> None:
         fresh = buffer.kind == "state" and buffer.owner in self.fresh_states
         if self.flat(buffer).num_bytes and not fresh:
             key = self.key(buffer)
             if self.versions is not None and buffer.kind in VERSIONED_KINDS:
                 self.versions.wait(key, self.names.base + buffer.number, self.stopped)
             disk = self.passing if buffer.kind == "grad" else self.disk
-            disk.read(key, region).wait()
+            self.backend.read(disk, key, region)
             self.count(loaded=region.num_bytes)
         self.regions[buffer] = region
 
-    def _load_saved(self, buffer: Buffer, region: Region) -> None:
+    def _load_saved(self, buffer: Buffer, region: AnyRegion) -> None:
         self._read_back(buffer, region)
         self.saved[buffer].lie_in(region)
         self.saved_regions[buffer] = region
 
-    def _load_value(self, buffer: Buffer, region: Region) -> None:
+    def _load_value(self, buffer: Buffer, region: AnyRegion) -> None:
         form = self.forms[buffer]
         self._read_back(buffer, region)
         storage = region.tensor(torch.uint8, (form.num_bytes,))
         self.lent.add(region.address)
         self.values[buffer] = _Held(restrided(storage, form), region)
 
-    def _read_back(self, buffer: Buffer, region: Region) -> None:
-        self.passing.read(self.key(buffer), region).wait()
+    def _read_back(self, buffer: Buffer, region: AnyRegion) -> None:
+        self.backend.read(self.passing, self.key(buffer), region)
         self.count(loaded=region.num_bytes)
 
     def _evict_value(self, buffer: Buffer) -> None:
@@ -256,10 +257,22 @@ class Store:
         self.passing_keys[key] = num_bytes
 
     def _write_pieces(self, key: str, pieces: Iterable[Tensor]) -> None:
-        """Copy byte tensors through two staging regions, one being filled while the other is written."""
+        """Copy byte tensors home, each from a whole block on."""
         pieces = list(pieces)
         total = sum(round_to_blocks(piece.numel()) for piece in pieces)
         self._reserve(key, total)
+        mapped = self.passing.mapped(key)
+        if mapped is None:
+            self._write_staged(key, pieces)
+        else:
+            offset = 0
+            for piece in pieces:
+                self.backend.copy_home(piece, 0, mapped, offset, piece.numel())
+                offset += round_to_blocks(piece.numel())
+        self.count(evicted=total)
+
+    def _write_staged(self, key: str, pieces: Iterable[Tensor]) -> None:
+        """Through two staging regions, one being filled while the other is written."""
         pending: list[object] = [None, None]
         turn, filled, written = 0, 0, 0
         for piece in pieces:
@@ -278,11 +291,10 @@ class Store:
         for transfer in pending:
             if transfer is not None:
                 transfer.wait()  # type: ignore[attr-defined]
-        self.count(evicted=total)
 
-    def _free(self, region: Region | None) -> None:
+    def _free(self, region: AnyRegion | None) -> None:
         if region is not None:
-            self.pool.free(region)
+            self.pool.free(region)  # type: ignore[arg-type]  # it is of this pool
 
     def count(self, loaded: int = 0, evicted: int = 0) -> None:
         with self.counters.lock:

@@ -183,7 +183,7 @@ def _write(descriptor: int, offset: int, source: Source, store: Store) -> None:
             return
         source = store.read_place(source.key, source.offset_bytes, source.shape, source.dtype)
     if source.numel():
-        _write_all(descriptor, source.detach().contiguous().view(-1).view(torch.uint8).numpy().data, offset)
+        _write_all(descriptor, source.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data, offset)
 
 
 def _write_all(descriptor: int, data: bytes | memoryview, offset: int) -> None:

@@ -1,8 +1,8 @@
-"""Buffers into messages between devices, and back: the only file that knows torch.distributed's tensors.
+"""Buffers into messages between devices, and back.
 
-Gloo matches messages of a pair and a tag in their order, and programs keep one order on both sides of a pair. What a
-value looks like is said once, before its first message. Sums are made in the order of the devices by whoever owns a
-slice of them, and handed out as they are: every device has the same bits.
+What a value looks like is said once, before its first message. Sums are made in the order of the devices by whoever
+owns a slice of them, and handed out as they are: every device has the same bits. What is large goes from one device's
+memory to the other's, as `runtime/wires.py` knows how; what is said about it goes through the processors.
 """
 
 import contextlib
@@ -14,10 +14,12 @@ import torch.distributed as dist
 from torch import Tensor
 
 from counterpoint.core.errors import ExecutionError
+from counterpoint.runtime.backend import CPU, Backend
 from counterpoint.runtime.strides import Form, spanned
+from counterpoint.runtime.wires import NORMS, SUMS, Tagged, Wires, as_bytes, exchange, post_receive, post_send
 
 SLICE_BYTES = 4 << 20
-_VALUES, _SUMS, _LOSSES, _NORMS, _BUFFERS = 1, 2, 3, 4, 5
+_LOSSES, _BUFFERS = 4, 5
 _MAX_DIMENSIONS = 12
 _KEPT = 8
 _DTYPES = (
@@ -51,8 +53,10 @@ class PeerGone(RuntimeError):
 class Transport:
     """Messages of one device. Each method may block; lanes call them, never two of one lane and peer at once."""
 
-    def __init__(self, device: int, num_devices: int) -> None:
-        self.device, self.num_devices = device, num_devices
+    def __init__(self, device: int, num_devices: int, backend: Backend = CPU, wires: Wires | None = None) -> None:
+        self.device, self.num_devices, self.backend = device, num_devices, backend
+        self.words = Tagged()
+        self.wires: Wires = wires or self.words
         self.counters = SendCounters()
         self._sent: dict[tuple[int, object], Form | None] = {}
         self._known: dict[tuple[int, object], Form | None] = {}
@@ -71,12 +75,12 @@ class Transport:
         form = None if tensor is None else Form.of(tensor)
         key = (peer, what)
         if key not in self._sent:
-            _send(_header(form), peer, _VALUES)
+            self.words.send(_header(form), peer)
             self._sent[key] = form
         elif self._sent[key] != form:
             raise ExecutionError(f"{what} was {self._sent[key]} and is {form} here; its layout must not change")
         if tensor is not None and form is not None and form.num_elements:
-            _send(_plain(spanned(tensor)), peer, _VALUES)
+            self.wires.send(as_bytes(spanned(tensor)), peer)
             self.counters.count(sent=form.num_bytes)
 
     def post(self, what: object, peer: int) -> Callable[[], Tensor | None]:
@@ -84,17 +88,18 @@ class Transport:
         key = (peer, what)
         if key not in self._known:
             header = torch.empty(2 + 2 * _MAX_DIMENSIONS, dtype=torch.int64)
-            _receive(header, peer, _VALUES).wait()
+            self.words.receive(header, peer).wait()
             self._known[key] = _form(header)
         form = self._known[key]
         if form is None:
             return lambda: None
-        flat = torch.empty(form.num_elements, dtype=form.dtype)
-        work = _receive(_plain(flat), peer, _VALUES) if form.num_elements else None
+        flat = self.backend.empty(form.num_elements, form.dtype)
+        work = self.wires.receive(as_bytes(flat), peer) if form.num_elements else None
 
         def arrived() -> Tensor:
             if work is not None:
                 work.wait()
+                self.backend.finish()
             self.counters.count(received=form.num_bytes)
             return torch.as_strided(flat, form.shape, form.stride)
 
@@ -106,7 +111,7 @@ class Transport:
         """Sum flat tensors over peers in place; `started` marks what has content here, the result what has anywhere."""
         others = [peer for peer in peers if peer != self.device]
         masks = {peer: torch.empty_like(started) for peer in others}
-        _exchange([(started, peer) for peer in others], [(masks[peer], peer) for peer in others], _SUMS)
+        exchange([(started, peer) for peer in others], [(masks[peer], peer) for peer in others], SUMS)
         union = started.clone()
         for mask in masks.values():
             union |= mask
@@ -122,30 +127,30 @@ class Transport:
         parts = dict(zip(peers, flat.tensor_split(len(peers)), strict=True))
         own = parts[self.device]
         found = dict(zip(others, self._rooms(len(others), own), strict=True))
-        _exchange([(parts[peer], peer) for peer in others], [(found[peer], peer) for peer in others], _SUMS)
+        self.wires.exchange([(parts[peer], peer) for peer in others], [(found[peer], peer) for peer in others], peers)
         found[self.device] = own
         total = found[peers[0]]
         for peer in peers[1:]:
             total.add_(found[peer])
         if total is not own:
             own.copy_(total)
-        _exchange([(own, peer) for peer in others], [(parts[peer], peer) for peer in others], _SUMS)
+        self.wires.exchange([(own, peer) for peer in others], [(parts[peer], peer) for peer in others], peers)
 
     def _rooms(self, count: int, like: Tensor) -> list[Tensor]:
         """Scratch memory for parts, kept from one sum to the next."""
         num_bytes = like.numel() * like.element_size()
         while len(self._scratch) < count:
-            self._scratch.append(torch.empty(0, dtype=torch.uint8))
+            self._scratch.append(self.backend.empty(0, torch.uint8))
         for index in range(count):
             if self._scratch[index].numel() < num_bytes:
-                self._scratch[index] = torch.empty(num_bytes, dtype=torch.uint8)
+                self._scratch[index] = self.backend.empty(num_bytes, torch.uint8)
         return [room[:num_bytes].view(like.dtype) for room in self._scratch[:count]]
 
     def exchange_norms(self, norms: Tensor, peers: Sequence[int]) -> dict[int, Tensor]:
         """Every peer's vector, this device's included."""
         others = [peer for peer in peers if peer != self.device]
         found = {peer: torch.empty_like(norms) for peer in others}
-        _exchange([(norms, peer) for peer in others], [(found[peer], peer) for peer in others], _NORMS)
+        exchange([(norms, peer) for peer in others], [(found[peer], peer) for peer in others], NORMS)
         return {**found, self.device: norms}
 
     # ---- what is handed out without waiting for it
@@ -161,7 +166,7 @@ class Transport:
     def hear(self, num_bytes: int, peer: int) -> Tensor:
         """The next bytes that a peer has spread."""
         message = torch.empty(num_bytes, dtype=torch.uint8)
-        _receive(message, peer, _BUFFERS).wait()
+        post_receive(message, peer, _BUFFERS).wait()
         return message
 
     def _spread(self, message: Tensor, peers: Sequence[int], tag: int) -> None:
@@ -172,26 +177,14 @@ class Transport:
         sent: dict[int, dist.Work] = {}
         for peer in peers:
             with _naming(peer):
-                sent[peer] = _isend(message, peer, tag)
+                sent[peer] = post_send(message, peer, tag)
         self._pending.append((message, sent))
 
     def hear_losses(self, count: int, peer: int) -> Tensor:
         """The next step's losses of a peer that computes `count` of them."""
         losses = torch.empty(count, dtype=torch.float64)
-        _receive(losses, peer, _LOSSES).wait()
+        post_receive(losses, peer, _LOSSES).wait()
         return losses
-
-
-def _exchange(out: Sequence[tuple[Tensor, int]], into: Sequence[tuple[Tensor, int]], tag: int) -> None:
-    """Send and receive at once; empty parts do not travel."""
-    works = [_receive(_plain(tensor), peer, tag) for tensor, peer in into if tensor.numel()]
-    works += [_isend(_plain(tensor), peer, tag) for tensor, peer in out if tensor.numel()]
-    for work in works:
-        work.wait()
-
-
-def _send(tensor: Tensor, peer: int, tag: int) -> None:
-    _isend(tensor, peer, tag).wait()
 
 
 @contextlib.contextmanager
@@ -200,23 +193,6 @@ def _naming(peer: int) -> Iterator[None]:
         yield
     except RuntimeError as error:
         raise PeerGone(peer, str(error)) from error
-
-
-def _isend(tensor: Tensor, peer: int, tag: int) -> dist.Work:
-    work = dist.isend(tensor, peer, tag=tag)
-    assert work is not None
-    return work
-
-
-def _receive(tensor: Tensor, peer: int, tag: int) -> dist.Work:
-    work = dist.irecv(tensor, peer, tag=tag)
-    assert work is not None
-    return work
-
-
-def _plain(tensor: Tensor) -> Tensor:
-    """Bytes: gloo moves every dtype alike."""
-    return tensor.detach().view(torch.uint8)
 
 
 def _header(form: Form | None) -> Tensor:

@@ -60,7 +60,7 @@ class Updates:
         """The norms of another device, back in the dtype of their gradients."""
         for index, (name, spec) in enumerate(self.chain.parameters.items()):
             if message[0, index]:
-                step.norms[name] = message[1, index].to(spec.dtype)
+                step.norms[name] = self.store.backend.here(message[1, index].to(spec.dtype))
 
     def clip(self, step: Step, exchange: Exchange | None = None) -> None:
         """The factor of torch.nn.utils.clip_grad_norm_, which takes the norm of norms dtype by dtype."""
@@ -140,15 +140,12 @@ class Updates:
         before, new, narrow = weight(layer, task.step), weight(layer, task.step + 1), old(layer, task.step)
         if not task.keeps_old:
             return before
-        if narrows(task, layer, self.frame.outline):
-            self.store.make(narrow)
-            wide = self.store.tensors(before)
-            for name, tensor in self.store.tensors(narrow).items():
-                tensor.copy_(wide[name])
-            return before
-        self.store.make(new)
-        self.store.regions[new].view()[:] = self.store.regions[before].view()
-        return new
+        copy, target = (narrow, before) if narrows(task, layer, self.frame.outline) else (new, new)
+        self.store.make(copy)
+        weights = self.store.tensors(before)
+        for name, tensor in self.store.tensors(copy).items():
+            tensor.copy_(weights[name])
+        return target
 
     def _states(self, layer: int, step: int) -> dict[str, dict[str, Tensor]]:
         found: dict[str, dict[str, Tensor]] = {slot.name: {} for slot in self.frame.weights[layer].slots}

@@ -6,7 +6,6 @@ import json
 import platform
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import Any, TypeVar
 
 import torch
@@ -22,7 +21,7 @@ from counterpoint.planner.search import Freedom
 from counterpoint.runtime.compute import Compute
 from counterpoint.runtime.peers import Peers
 from counterpoint.trainer.parts import Parts
-from counterpoint.trainer.this_machine import these_devices
+from counterpoint.trainer.this_machine import Surroundings, these_devices
 from counterpoint.trainer.wishes import Wishes
 
 T = TypeVar("T")
@@ -47,7 +46,7 @@ def agree_on_weights(peers: Peers, model: nn.Module) -> None:
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
         if not tensor.is_meta:
             digest.update(name.encode())
-            digest.update(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().data)
+            digest.update(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
     found = peers.gather("the initial weights", digest.hexdigest())
     different = [device for device, text in enumerate(found) if text != found[0]]
     if different:
@@ -71,6 +70,7 @@ def facts_of(parts: Parts, wishes: Wishes) -> dict[str, str]:
         "the optimizer": f"{parts.rule.name} {_digest([groups, parts.rule.group_of])}",
         "the plan": "none" if wishes.plan is None else _digest(to_json(wishes.plan)),
         "memory": str(wishes.memory_bytes),
+        "the kind of device": parts.backend.device.type,
         "precision": str(wishes.autocast),
         "max_grad_norm": str(wishes.max_grad_norm),
         "the seed": str(wishes.seed),
@@ -86,13 +86,13 @@ def shared(peers: Peers, kind: type[T], what: str, value: T | None) -> T:
 
 
 def decide_together(
-    peers: Peers, profile: Profile, budget: int, folder: Path, freedom: Freedom, wishes: Wishes
+    peers: Peers, profile: Profile, budget: int, around: Surroundings, freedom: Freedom, wishes: Wishes
 ) -> Decision:
     """Device 0 decides with everybody's budget; the others take its program."""
     budgets = peers.gather("the budget", budget)
     if peers.device:
         return Decision.from_json(peers.broadcast("the plan", None))
-    machine = these_devices(budgets, folder, peers.servers, wishes.network_bytes_per_s)
+    machine = these_devices(budgets, around, peers.servers, wishes.network_bytes_per_s)
     chosen = decide_apart(Question(profile, machine, freedom, wishes.plan, wishes.replicas, wishes.flush_steps))
     peers.broadcast("the plan", chosen.to_json())
     return chosen
@@ -111,11 +111,12 @@ def share_buffers(peers: Peers, duties: Duties, compute: Compute) -> None:
         if device != peers.device:
             like = compute.buffers[name]
             data = bytearray(base64.b64decode(found[device][name]))
-            compute.buffers[name] = torch.frombuffer(data, dtype=torch.uint8).view(like.dtype).view(like.shape).clone()
+            content = torch.frombuffer(data, dtype=torch.uint8).view(like.dtype).view(like.shape).clone()
+            compute.buffers[name] = compute.backend.here(content)
 
 
 def _packed(tensor: Tensor) -> str:
-    return base64.b64encode(tensor.detach().contiguous().view(-1).view(torch.uint8).numpy().tobytes()).decode()
+    return base64.b64encode(tensor.detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes()).decode()
 
 
 def _of(facts: Mapping[str, Any], name: str) -> str:

@@ -1,7 +1,5 @@
 """A profile and a memory budget -> what the planner decides for this machine; or the smallest budget that would do."""
 
-from pathlib import Path
-
 from counterpoint.core.costs import Costs
 from counterpoint.core.errors import BudgetError
 from counterpoint.core.plan import Plan
@@ -12,7 +10,7 @@ from counterpoint.planner.apart import Question, decide_apart
 from counterpoint.planner.decision import Decision
 from counterpoint.planner.search import Freedom
 from counterpoint.schedules import write_program
-from counterpoint.trainer.this_machine import this_machine
+from counterpoint.trainer.this_machine import Surroundings, this_machine
 
 _MARGIN_PERCENT, MARGIN_BYTES = 4, 48 << 20  # for what an allocator keeps beyond what is asked of it
 _SLACK_BYTES = 32 << 20  # by which the process itself may differ from one start to the next
@@ -39,12 +37,12 @@ def decide_alone(
     memory_bytes: int,
     base_bytes: int,
     model_bytes: int,
-    folder: Path,
+    around: Surroundings,
     freedom: Freedom,
     plan: Plan | None,
 ) -> Decision:
     """For one device; `model_bytes` of the base are the user's own weights."""
-    machine = this_machine(usable_bytes(memory_bytes, base_bytes), folder)
+    machine = this_machine(usable_bytes(memory_bytes, base_bytes), around)
     try:
         return decide_apart(Question(profile, machine, freedom, plan))
     except BudgetError as error:

@@ -20,35 +20,41 @@ from counterpoint.decomposer.chain import Batch
 from counterpoint.planner.forecast_text import describe
 from counterpoint.planner.freed_memory import settled_bytes
 from counterpoint.profiler.measure import measured_sizes
-from counterpoint.runtime.backend import CPU
 from counterpoint.runtime.buffer_exchange import BufferExchange
 from counterpoint.runtime.compute import Compute, Step
 from counterpoint.runtime.discard import discard
-from counterpoint.runtime.disk import Disk
 from counterpoint.runtime.executor import Executor
 from counterpoint.runtime.headroom import Headroom
 from counterpoint.runtime.home import home_sizes, unused_sizes
 from counterpoint.runtime.home_update import HomeUpdate
 from counterpoint.runtime.losses import LossExchange
-from counterpoint.runtime.memory_process import resident_bytes, trim
+from counterpoint.runtime.memory import Pool
 from counterpoint.runtime.peers import Peers
 from counterpoint.runtime.store import STAGING_BYTES, Store
 from counterpoint.runtime.transport import SLICE_BYTES, Transport
 from counterpoint.runtime.updates import bad_loss
+from counterpoint.runtime.wires import Grouped, join_words
 from counterpoint.trainer.agreement import agree, decide_together, share_buffers, shared
 from counterpoint.trainer.chosen_plan import ChosenPlan
 from counterpoint.trainer.decision import decide_alone, usable_bytes
 from counterpoint.trainer.evaluation import Evaluator
 from counterpoint.trainer.initial_weights import blank_buffers, repeat
 from counterpoint.trainer.measured import measured
-from counterpoint.trainer.parts import Parts
+from counterpoint.trainer.parts import Parts, batch_bytes
 from counterpoint.trainer.process_memory import ProcessMemory, let_be
 from counterpoint.trainer.shared_home import SharedHome, common_folder, open_home
+from counterpoint.trainer.this_machine import Surroundings
+from counterpoint.trainer.tiered_home import host_folder, open_tiers
 from counterpoint.trainer.together import telling
 from counterpoint.trainer.wishes import Wishes
 
 POOL_SLACK_PERCENT = 2  # whole pages, and remapped regions that tensors still view
 _STEPS_KEPT = 3  # an update at home may still run when the next step has: it needs its own step's groups and losses
+
+
+def pool_bytes(budget_bytes: int) -> int:
+    """What a program that keeps to a budget may find in its pool."""
+    return budget_bytes + budget_bytes * POOL_SLACK_PERCENT // 100
 
 
 class Engine:
@@ -68,7 +74,8 @@ class Engine:
         if peers is None:
             self.folder = wishes.disk or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="counterpoint-")))
             sizes = {**home_sizes(parts.frame, parts.states), **unused_sizes(parts.chain)}
-            self.disk = stack.enter_context(Disk(self.folder, sizes))
+            in_memory = host_folder(stack, wishes.host_bytes)
+            self.disk = open_tiers(stack, self.folder, sizes, parts.backend, in_memory, wishes.host_bytes)
             self._plan(parts, wishes, example)
             self.duties = duties_of(self.program)
             self._build(parts, wishes, None)
@@ -77,7 +84,7 @@ class Engine:
             self.folder = common_folder(stack, peers, wishes.disk)
             self._plan(parts, wishes, example)
             self.duties = duties_of(self.program)
-            home = open_home(stack, peers, self.folder, parts, self.duties)
+            home = open_home(stack, peers, self.folder, parts, self.duties, wishes.host_bytes)
             self.disk = home.disk
             self._build(parts, wishes, home)
         self.begin_at(0)
@@ -91,32 +98,36 @@ class Engine:
             self.profile = shared(self.peers, Profile, "the profile", getattr(self, "profile", None))
         updated_at_home = tuple(range(parts.frame.num_layers)) if parts.rule.elementwise else ()
         freedom = replace(wishes.freedom, microbatch_sizes=measured_sizes(self.profile), host_layers=updated_at_home)
-        trim()
-        self.base_bytes = resident_bytes() + 2 * STAGING_BYTES
+        backend, around = parts.backend, Surroundings(self.folder, parts.backend, wishes.host_bytes)
+        self.base_bytes = backend.base_bytes() + _STEPS_KEPT * batch_bytes(parts.chain, example, backend)
+        self.base_bytes += 2 * STAGING_BYTES if backend.is_process else 0
         own_bytes = sum(p.nbytes for p in parts.module.parameters() if not p.is_meta)
         if self.peers is None:
             chosen = decide_alone(
-                self.profile, wishes.memory_bytes, self.base_bytes, own_bytes, self.folder, freedom, wishes.plan
+                self.profile, wishes.memory_bytes, self.base_bytes, own_bytes, around, freedom, wishes.plan
             )
         else:
             reduce_bytes = SLICE_BYTES * max(1, self.peers.count - 1)
             self.base_bytes += reduce_bytes
             budget = usable_bytes(wishes.memory_bytes, self.base_bytes)
-            chosen = decide_together(self.peers, self.profile, budget, self.folder, freedom, wishes)
+            chosen = decide_together(self.peers, self.profile, budget, around, freedom, wishes)
         self.machine, self.program, self.forecast = chosen.machine, chosen.program, chosen.forecast
         self.chosen, self._current = chosen, chosen.program
-        self.base_bytes += UPDATE_STAGING_BYTES if chosen.plan.host_layers else 0
+        self.base_bytes += UPDATE_STAGING_BYTES if chosen.plan.host_layers and backend.is_process else 0
         settled = settled_bytes(chosen.profile, chosen.plan, chosen.program, self.device, chosen.freed)
-        self.memory = ProcessMemory.of(wishes.memory_bytes, self.base_bytes + settled, chosen.freed == "stay")
+        what = "whole process" if backend.is_process else str(backend.device)
+        self.memory = ProcessMemory.of(wishes.memory_bytes, self.base_bytes + settled, chosen.freed == "stay", what)
+        backend.hold_to(wishes.memory_bytes)
         self.plan = ChosenPlan.of(chosen.plan, f"{describe(chosen.forecast)}\n{self.memory}")
 
     def _build(self, parts: Parts, wishes: Wishes, home: SharedHome | None) -> None:
         budget, m = self.machine.devices[self.device].capacity_bytes, self.program.num_microbatches
-        pool = CPU.pool(budget + budget * POOL_SLACK_PERCENT // 100)
-        shares = (home.names, home.passing, home.versions) if home else ()
+        backend = parts.backend
+        pool = backend.pool(pool_bytes(budget))
+        names, passing, versions = (home.names, home.passing, home.versions) if home else (None, None, None)
         self.fills = home.fills if home else None
-        self.store = Store(parts.frame, parts.states, self.disk, pool, m, *shares)
-        buffers = blank_buffers(parts.chain)
+        self.store = Store(parts.frame, parts.states, self.disk, pool, m, names, passing, versions, backend)
+        buffers = blank_buffers(parts.chain, backend.device)
         self.compute = Compute(
             parts.frame, self.store, parts.rule, buffers, m, wishes.seed, wishes.autocast, wishes.max_grad_norm
         )
@@ -127,7 +138,7 @@ class Engine:
         workspace_bytes = Costs(self.profile, self.plan).workspace_bytes
         memory = self.memory
         limits = (memory.limit_bytes, workspace_bytes, memory.target_bytes, memory.trusted_bytes)
-        headroom = Headroom(pool, self.base_bytes, *limits)
+        headroom = Headroom(pool, self.base_bytes, *limits) if isinstance(pool, Pool) else None
         let_be(self.chosen.freed)
         self.transport: Transport | None = None
         self.losses: LossExchange | None = None
@@ -135,7 +146,11 @@ class Engine:
         if self.peers is None:
             self.executor = Executor(self.store, self.compute, costs, headroom)
         else:
-            self.transport = Transport(self.device, self.peers.count)
+            join_words()
+            wires = (
+                None if backend.is_process else Grouped(backend, self.device, self.duties.senders, self.duties.reducers)
+            )
+            self.transport = Transport(self.device, self.peers.count, backend, wires)
             lanes, explain = self.duties.lanes[self.device], self.peers.explained
             self.executor = Executor(
                 self.store, self.compute, costs, headroom, self.device, lanes, self.transport, explain
@@ -143,7 +158,7 @@ class Engine:
             self.peers.on_failure = self.executor.lose
             devices = (self.executor, self.transport, self.compute, self.duties)
             self.losses, self.shared_buffers = LossExchange(*devices), BufferExchange(*devices)
-        self.executor.outside.stows = self.chosen.freed == "wait"
+        self.executor.outside.stows = self.chosen.freed == "wait" and backend.is_process
         self._evaluator = Evaluator(self.executor, self.compute, costs, self.plan, self.program.budgets, self.peers)
 
     @property

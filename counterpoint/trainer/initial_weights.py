@@ -30,13 +30,13 @@ def fill(
     buffers: dict[str, Tensor] = {}
     for name, tensor in _tensors(model, chain, weights, seed, frozenset(places)):
         if name in chain.buffers:
-            buffers[name] = tensor.detach().to(chain.buffers[name].dtype).clone()
+            buffers[name] = store.backend.here(tensor.detach().to(chain.buffers[name].dtype)).clone()
         elif name in places:
             place = places[name]
             if tuple(tensor.shape) != place.shape:
                 raise ModelError(f"{name!r} has shape {tuple(tensor.shape)} in the weights, {place.shape} in the model")
             for target in (place, before[name]) if name in before else (place,):
-                source = tensor.detach().to(place.dtype).to(target.dtype).contiguous().view(-1).view(torch.uint8)
+                source = tensor.detach().cpu().to(place.dtype).to(target.dtype).contiguous().view(-1).view(torch.uint8)
                 store.write_place(target.key, target.offset_bytes, source)
     announce(store, layers)
     return {name: buffers[name] for name in chain.buffers}
@@ -75,9 +75,9 @@ def _wanted(chain: Chain, places: dict[str, Place], layers: frozenset[int] | Non
     return {name: place for name, place in places.items() if chain.parameters[name].owner in (*layers, NO_LAYER)}
 
 
-def blank_buffers(chain: Chain) -> dict[str, Tensor]:
+def blank_buffers(chain: Chain, device: torch.device) -> dict[str, Tensor]:
     """Room for buffers that a checkpoint will fill."""
-    return {name: torch.zeros(spec.shape, dtype=spec.dtype) for name, spec in chain.buffers.items()}
+    return {name: torch.zeros(spec.shape, dtype=spec.dtype, device=device) for name, spec in chain.buffers.items()}
 
 
 def _tensors(

@@ -3,7 +3,6 @@
 from counterpoint.core.profile import Profile
 from counterpoint.decomposer.chain import Batch
 from counterpoint.profiler.measure import profile_of
-from counterpoint.runtime.memory_process import resident_bytes
 from counterpoint.trainer.parts import Parts, tokens_per_sample
 from counterpoint.trainer.wishes import Wishes
 
@@ -11,7 +10,7 @@ from counterpoint.trainer.wishes import Wishes
 def measured(parts: Parts, wishes: Wishes, example: Batch) -> Profile:
     """Within half of the memory that is left."""
     sizes = [wishes.plan.microbatch_size] if wishes.plan else wishes.freedom.microbatch_sizes
-    limit = max(0, wishes.memory_bytes - resident_bytes()) // 2
+    limit = max(0, wishes.memory_bytes - parts.backend.used_bytes()) // 2
     tokens = tokens_per_sample(parts.chain, example)
     name = type(parts.module).__name__
-    return profile_of(parts.frame, parts.states, parts.rule, sizes, name, tokens, wishes.autocast, limit)
+    return profile_of(parts.frame, parts.states, parts.rule, sizes, name, tokens, wishes.autocast, limit, parts.backend)

@@ -11,7 +11,7 @@ from counterpoint.core.errors import ModelError
 from counterpoint.decomposer import chain_of_modules, decompose
 from counterpoint.decomposer.chain import Batch, Chain, name_tensors
 from counterpoint.decomposer.example import Loss
-from counterpoint.runtime.backend import CPU, backend_of
+from counterpoint.runtime.backend import CPU, Backend, backend_of
 from counterpoint.runtime.frame import Flat, Frame, frame_of
 from counterpoint.runtime.narrowing import narrowed
 from counterpoint.runtime.optimizer import UpdateRule
@@ -21,32 +21,48 @@ Model = nn.Module | Sequence[nn.Module]
 
 @dataclass(frozen=True)
 class Parts:
-    """What is trained: names are taken from `module`; `states` lays out each layer's optimizer state."""
+    """What is trained, and on what; names are taken from `module`; `states` lays out each layer's optimizer state."""
 
     module: nn.Module
     chain: Chain
     frame: Frame
     rule: UpdateRule
     states: tuple[Flat, ...]
+    backend: Backend = CPU
 
 
 def parts_of(
-    model: Model, optimizer: Optimizer, example: Batch, loss: Loss | None, autocast: torch.dtype | None = None
+    model: Model,
+    optimizer: Optimizer,
+    example: Batch,
+    loss: Loss | None,
+    autocast: torch.dtype | None = None,
+    device: str | torch.device | None = None,
 ) -> Parts:
     """A list of modules becomes one module. The chain is made under the autocast it runs under: models see dtypes."""
     module = model if isinstance(model, nn.Module) else nn.ModuleList(model)
-    for device in {tensor.device for tensor in (*module.parameters(), *module.buffers())}:
-        backend_of(device)  # refuses what has none
+    backend = backend_of(device)
+    _refuse_tied_up(module)
     with CPU.autocast(autocast):
-        chain = _chain(model, example, loss)
-    frame = frame_of(chain, narrowed(chain, autocast))
+        chain = _chain(model, example, loss, backend.device)
+    frame = frame_of(chain, narrowed(chain, autocast, backend))
     rule = UpdateRule(optimizer, _names(module, chain))
-    return Parts(module, chain, frame, rule, _states(frame, rule))
+    return Parts(module, chain, frame, rule, _states(frame, rule), backend)
 
 
-def _chain(model: Model, example: Batch, loss: Loss | None) -> Chain:
+def _refuse_tied_up(module: nn.Module) -> None:
+    """A model that lies on an accelerator already would take the memory that its training is to have."""
+    for tensor in (*module.parameters(), *module.buffers()):
+        if tensor.device.type not in ("cpu", "meta"):
+            raise ModelError(
+                f"the model lies on {tensor.device}, whose memory its training needs: build it on the CPU or the meta "
+                "device, and say where to train it with device="
+            )
+
+
+def _chain(model: Model, example: Batch, loss: Loss | None, device: torch.device) -> Chain:
     if isinstance(model, nn.Module):
-        return decompose(model, example, loss=loss)
+        return decompose(model, example, loss=loss, device=device)
     return chain_of_modules(model, example, loss)
 
 
@@ -82,13 +98,18 @@ def batch_size(chain: Chain, batch: Batch) -> int:
     return next(iter(sizes.values()), 1)
 
 
-def microbatches(chain: Chain, batch: Batch, size: int) -> list[Mapping[int, Tensor]]:
-    """The batch in pieces of `size` samples, by value; refuses one that is not of the example's form."""
-    tensors = _tensors(chain, batch)
+def microbatches(chain: Chain, batch: Batch, size: int, backend: Backend = CPU) -> list[Mapping[int, Tensor]]:
+    """The batch in pieces of `size` samples, by value, on the device; refuses one that is not of the example's form."""
+    tensors = {name: backend.here(tensor) for name, tensor in _tensors(chain, batch).items()}
     return [
         chain.bind({name: tensor[k : k + size] if tensor.dim() else tensor for name, tensor in tensors.items()})
         for k in range(0, batch_size(chain, batch), size)
     ]
+
+
+def batch_bytes(chain: Chain, batch: Batch, backend: Backend) -> int:
+    """What a batch takes beside the process, where that is not the user's own memory."""
+    return 0 if backend.is_process else sum(tensor.nbytes for tensor in _tensors(chain, batch).values())
 
 
 def tokens_per_sample(chain: Chain, example: Batch) -> int:

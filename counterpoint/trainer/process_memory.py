@@ -31,14 +31,17 @@ class ProcessMemory:
     peak_bytes: int
     limit_bytes: int
     target_bytes: int | None = None
+    what: str = "whole process"
 
     @classmethod
-    def of(cls, memory_bytes: int, settled_bytes: int, freed_stay: bool) -> "ProcessMemory":
+    def of(
+        cls, memory_bytes: int, settled_bytes: int, freed_stay: bool, what: str = "whole process"
+    ) -> "ProcessMemory":
         """`settled_bytes` are what the process is expected to come to without a limit."""
         limit = memory_bytes - max(MARGIN_BYTES, margin_bytes(memory_bytes) // 2)  # for what nobody foresees
         peak = settled_bytes + max(MARGIN_BYTES, settled_bytes * _UNSURE_PERCENT // 100)
         peak = min(memory_bytes, peak)
-        return cls(memory_bytes, peak, limit, min(limit, settled_bytes) if freed_stay else None)
+        return cls(memory_bytes, peak, limit, min(limit, settled_bytes) if freed_stay else None, what)
 
     @property
     def trusted_bytes(self) -> int:
@@ -48,6 +51,6 @@ class ProcessMemory:
     def __str__(self) -> str:
         """The last line of the forecast."""
         spare = self.memory_bytes - self.peak_bytes
-        text = f"{'  whole process':<28}{format_bytes(self.peak_bytes):>9} of {format_bytes(self.memory_bytes)}: fits"
+        text = f"{f'  {self.what}':<28}{format_bytes(self.peak_bytes):>9} of {format_bytes(self.memory_bytes)}: fits"
         text += f", {format_bytes(spare)} to spare" if spare > 0 else ""
         return text + ("; freed tensors stay within it" if self.target_bytes is not None else "")

@@ -20,7 +20,7 @@ from counterpoint.decomposer.chain import Batch
 from counterpoint.decomposer.example import Loss
 from counterpoint.runtime.checkpoint import Facts, read_checkpoint, read_facts, write_checkpoint
 from counterpoint.runtime.compute import Step
-from counterpoint.runtime.memory_process import keep_freed_memory, peak_resident_bytes, resident_bytes
+from counterpoint.runtime.memory_process import keep_freed_memory
 from counterpoint.runtime.share import Share
 from counterpoint.runtime.updates import bad_loss
 from counterpoint.simulator import simulate
@@ -41,9 +41,10 @@ class Trainer:
     """Trains `model` with `optimizer` in at most `memory` bytes; weights end up as plain PyTorch would leave them.
 
     `example` is a minibatch: its first dimension is the number of samples of every step. The budget covers the whole
-    process. What does not fit lives in the folder `disk`. A model on the meta device gets its own initial weights, or
-    those in the folder `weights`, or those of the checkpoint `resume`, which also brings the state of the training.
-    Everything else may be left to the planner or given by hand.
+    process; on an accelerator, which `device` names and the machine's own is taken for, all that torch allocates there.
+    What does not fit lives in the folder `disk`, beside an accelerator in `host_memory` first. A model on the meta
+    device gets its own initial weights, or those in the folder `weights`, or those of the checkpoint `resume`, which
+    also brings the state of the training. Everything else may be left to the planner or given by hand.
 
     Started by torchrun, or with a process group of one's own, each process is one device with `memory` to itself. All
     of them make the same calls with the same batches, and every call tells all of them the same. `replicas` are copies
@@ -79,6 +80,8 @@ class Trainer:
         network: str | int | None = None,
         weights: str | Path | None = None,
         resume: str | Path | None = None,
+        device: str | torch.device | None = None,
+        host_memory: str | int | None = None,
     ) -> None:
         keep_freed_memory()
         self.optimizer = optimizer
@@ -87,7 +90,7 @@ class Trainer:
             self.peers = join(stack, devices)
             with telling(self.peers.fail if self.peers else None):
                 facts = None if resume is None else read_facts(Path(resume))
-                parts = parts_of(model, optimizer, example, loss, PRECISIONS.get(precision))
+                parts = parts_of(model, optimizer, example, loss, PRECISIONS.get(precision), device)
                 self.minibatch_size = batch_size(parts.chain, example)
                 if facts is not None and microbatch is None and plan is None:
                     microbatch = kept_microbatch(facts, self.minibatch_size)
@@ -95,7 +98,7 @@ class Trainer:
                     minibatch_size=self.minibatch_size, memory=memory, disk=disk, max_grad_norm=max_grad_norm,
                     microbatch=microbatch, precision=precision, seed=seed, schedule=schedule, activations=activations,
                     pack=pack, residency=residency, plan=plan, replicas=replicas, flush_steps=flush_steps,
-                    network=network,
+                    network=network, host_memory=host_memory, backend=parts.backend,
                     num_devices=self.peers.count if self.peers else 1,
                     num_servers=len(set(self.peers.servers)) if self.peers else 1,
                 )  # fmt: skip
@@ -143,7 +146,7 @@ class Trainer:
             raise ModelError(
                 f"the batch has {found} samples, the example had {self.minibatch_size}; every step takes as many"
             )
-        step = Step(self.step_count, microbatches(self.chain, batch, self.plan.microbatch_size))
+        step = Step(self.step_count, microbatches(self.chain, batch, self.plan.microbatch_size, self.compute.backend))
         counters = self.store.counters
         self._begin_ns = time.monotonic_ns() - self.executor.record.origin_ns
         loaded, evicted = counters.loaded_bytes, counters.evicted_bytes
@@ -162,7 +165,7 @@ class Trainer:
         if step is not None:
             if (error := bad_loss(step)) is not None:
                 raise error
-            self.loss = float(torch.stack([step.losses[microbatch] for microbatch in sorted(step.losses)]).mean())
+            self.loss = float(torch.stack([step.losses[number].cpu() for number in sorted(step.losses)]).mean())
 
     def evaluate(self, batch: Batch) -> float:
         """The mean loss of a batch of any size as in eval mode: nothing of the training is changed."""
@@ -172,7 +175,7 @@ class Trainer:
             raise ModelError("the batch is empty: give at least one sample")
         sizes = [min(size, count - start) for start in range(0, count, size)]
         self._settle()
-        return self._engine.evaluate(microbatches(self.chain, batch, size), sizes)
+        return self._engine.evaluate(microbatches(self.chain, batch, size, self.compute.backend), sizes)
 
     def settle(self) -> float:
         """Finish all steps and bring everything home: the state of the training is there. The newest step's loss."""
@@ -250,8 +253,8 @@ class Trainer:
         """Memory of the process, bytes moved, and what the last step waited for."""
         counters = self.store.counters
         return Statistics(
-            resident_bytes(),
-            peak_resident_bytes(),
+            self.compute.backend.used_bytes(),
+            self.compute.backend.peak_bytes(),
             counters.loaded_bytes,
             counters.evicted_bytes,
             *self._moved,

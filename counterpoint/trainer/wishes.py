@@ -10,12 +10,14 @@ from counterpoint.core.units import parse_bytes
 from counterpoint.passes.residency import RESIDENCIES
 from counterpoint.planner.search import PACK_SIZES, Freedom
 from counterpoint.planner.servers import refuse_schedule
+from counterpoint.runtime.backend import CPU, Backend
 from counterpoint.runtime.memory_process import memory_limit_bytes
+from counterpoint.trainer.tiered_home import host_room_bytes
 
 PRECISIONS: dict[str, torch.dtype | None] = {"fp32": None, "bf16": torch.bfloat16}
 SCHEDULES_OF_ONE = ("harmony", "plain")
 _DOUBLING_PERMILLE = 20  # seen: equal by the profile, and a tenth slower for twice the microbatch
-DEFAULT_SHARE_PERCENT = 80  # of the machine's memory, when no budget is given
+HOST_SHARE_PERCENT = 60  # of the machine's memory, beside an accelerator
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,6 +34,7 @@ class Wishes:
     replicas: int | None = None
     network_bytes_per_s: int | None = None
     flush_steps: int = 0
+    host_bytes: int = 0
 
 
 def read_wishes(
@@ -51,6 +54,8 @@ def read_wishes(
     replicas: int | None = None,
     network: str | int | None = None,
     flush_steps: int = 0,
+    host_memory: str | int | None = None,
+    backend: Backend = CPU,
     num_devices: int = 1,
     num_servers: int = 1,
 ) -> Wishes:
@@ -72,13 +77,27 @@ def read_wishes(
         residency,
         doubling_permille=_DOUBLING_PERMILLE,
     )
-    memory_bytes = memory_limit_bytes() * DEFAULT_SHARE_PERCENT // 100 if memory is None else parse_bytes(memory)
+    memory_bytes = backend.default_memory_bytes() if memory is None else parse_bytes(memory)
+    host_bytes = _host_bytes(host_memory, backend)
     folder = None if disk is None else Path(disk)
     speed = None if network is None else parse_bytes(network)
     if speed == 0:
         raise ValueError("network must be more than 0 bytes per second; leave it out to use the usual one")
     dtype, first = PRECISIONS[precision], flush_steps if plan is None else plan.flush_steps
-    return Wishes(memory_bytes, freedom, plan, folder, dtype, max_grad_norm, seed, replicas, speed, first)
+    return Wishes(memory_bytes, freedom, plan, folder, dtype, max_grad_norm, seed, replicas, speed, first, host_bytes)
+
+
+def _host_bytes(host_memory: str | int | None, backend: Backend) -> int:
+    """What of the machine's memory is home to what an accelerator has no room for, on all of its devices together."""
+    if backend.is_process:
+        if host_memory is not None:
+            raise ValueError(
+                "host_memory is for accelerators; without one the machine's memory is the device's: memory"
+            )
+        return 0
+    if host_memory is None:
+        return min(memory_limit_bytes() * HOST_SHARE_PERCENT // 100, host_room_bytes())
+    return parse_bytes(host_memory)
 
 
 def _refuse_unknown(option: str, value: object, known: tuple[object, ...]) -> None:

@@ -15,8 +15,6 @@ from counterpoint import ErrorFeedback, Trainer
 from counterpoint.core.homes import UPDATE_STAGING_BYTES
 from counterpoint.core.plan import Pack, Plan, equal_packs
 from counterpoint.passes.residency import smallest_budgets
-from counterpoint.runtime.backend import Cpu
-from counterpoint.runtime.memory import Pool
 from counterpoint.schedules import write_program
 from counterpoint.trainer import engine
 from tests.home import read_parameters
@@ -206,13 +204,6 @@ def make_trainer(problem: Problem, setting: Setting, folder: str) -> Trainer:
     )  # fmt: skip
 
 
-class Roomy(Cpu):
-    """Whole pages do not count."""
-
-    def pool(self, budget_bytes: int) -> Pool:
-        return super().pool(budget_bytes + PAGES_BYTES)
-
-
 def train_swapping(problem: Problem, setting: Setting, folder: str, factor: float = 1.0) -> dict[str, Any]:
     """As `train`, with `factor` times the least memory that the plan can do with."""
     with least_memory(problem, setting, folder, factor) as least:
@@ -228,14 +219,14 @@ def least_memory(problem: Problem, setting: Setting, folder: str, factor: float 
         program = write_program(setting.plan, trainer.program.outline)
         least = smallest_budgets(program, trainer.executor.costs)
         device = trainer.device
-    before = engine.usable_bytes, engine.CPU
+    before = engine.usable_bytes, engine.pool_bytes
     staging = UPDATE_STAGING_BYTES if setting.plan.host_layers else 0
     engine.usable_bytes = lambda memory, base: int(least[device] * factor) + staging  # type: ignore[assignment]
-    engine.CPU = Roomy()
+    engine.pool_bytes = lambda budget: before[1](budget) + PAGES_BYTES  # whole pages do not count
     try:
         yield least
     finally:
-        engine.usable_bytes, engine.CPU = before  # type: ignore[misc]
+        engine.usable_bytes, engine.pool_bytes = before
 
 
 def weights_of(trainer: Trainer) -> dict[str, Tensor]:

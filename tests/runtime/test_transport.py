@@ -31,7 +31,7 @@ def test_a_peer_that_takes_nothing_is_named(monkeypatch: pytest.MonkeyPatch, whe
             Refused().wait()
         return Refused()
 
-    monkeypatch.setattr(transport, "_isend", send)
+    monkeypatch.setattr(transport, "post_send", send)
     device = Transport(0, 3)
 
     def spread() -> None:
