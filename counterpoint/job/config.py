@@ -27,7 +27,9 @@ class Config:
     validation_share: float = _option(0.01, "share of the data that is held out at its end")
     tokenizer: str | None = _option(None, "tokenizer folder or file (default: the model folder's, else bytes)")
     token_dtype: str = _option("auto", "of .bin token files", ("auto", "uint16", "uint32"))
-    memory: str | None = _option(None, "budget of the whole process, for example 4GiB (default: 3/4 of the machine's)")
+    device: str | None = _option(None, "where to train: cpu, cuda, ... (default: an accelerator if there is one)")
+    memory: str | None = _option(None, "budget, as 4GiB: of the process, or of each accelerator (default: most of it)")
+    host_memory: str | None = _option(None, "memory of the machine beside accelerators (default: most)")
     disk: str | None = _option(None, "scratch folder for what does not fit (default: in the run folder)")
     steps: int = _option(100, "steps to train, in all")
     minibatch: int = _option(8, "samples per step")
@@ -114,6 +116,8 @@ def _relations(config: Config) -> Iterator[str]:
         yield f"flush_steps are the first steps of 2bw, and the schedule is {config.schedule}"
     if config.memory is not None and not parse_bytes(config.memory):
         yield "memory must be more than nothing"
+    if config.host_memory is not None:
+        parse_bytes(config.host_memory)
     if config.network is not None and not parse_bytes(config.network):
         yield "network must be more than 0 bytes per second"
     if config.resume == LAST and config.run is None:

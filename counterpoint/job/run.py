@@ -22,7 +22,6 @@ from counterpoint.job.report import report
 from counterpoint.job.setup import DIGEST, Setup, changes, resolve, set_up, stated
 from counterpoint.job.several import is_first, is_restarted, one_at_a_time
 from counterpoint.planner.forecast_text import plan_text
-from counterpoint.runtime.memory_process import peak_resident_bytes, reset_peak_resident
 from counterpoint.trainer import Trainer
 from counterpoint.viewer import page, trace
 
@@ -101,7 +100,9 @@ def _trainer(setup: Setup) -> Trainer:
         setup.source.model,
         setup.optimizer,
         example=setup.data.training.batch(0, config.minibatch),
+        device=config.device,
         memory=config.memory,
+        host_memory=config.host_memory,
         disk=config.disk or setup.folder.scratch,
         loss=setup.source.loss,
         max_grad_norm=config.max_grad_norm,
@@ -142,7 +143,7 @@ def _run(setup: Setup, trainer: Trainer, quiet: bool) -> int | None:
         progress = choose_progress(config.steps, trainer.step_count, trainer.memory_bytes, every, quiet)
         stack.enter_context(progress)
         interruption = stack.enter_context(Interruption(progress.note))
-        start_peak = _begin_measuring()
+        start_peak = _begin_measuring(trainer)
         try:
             stopping = False
             while trainer.step_count < config.steps and not stopping:
@@ -166,10 +167,11 @@ def _run(setup: Setup, trainer: Trainer, quiet: bool) -> int | None:
         return number
 
 
-def _begin_measuring() -> int | None:
+def _begin_measuring(trainer: Trainer) -> int | None:
     """The most memory so far, if the system lets the peak begin anew."""
-    peak = peak_resident_bytes()
-    return peak if reset_peak_resident() else None
+    backend = trainer.compute.backend
+    peak = backend.peak_bytes()
+    return peak if backend.reset_peak() else None
 
 
 def _step(setup: Setup, trainer: Trainer) -> Metrics:

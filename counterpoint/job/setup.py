@@ -13,8 +13,8 @@ from counterpoint.job.data import Data, open_data
 from counterpoint.job.folder import RunFolder
 from counterpoint.job.models import Source, build_model, is_built_in
 from counterpoint.job.optimizers import build_optimizer
+from counterpoint.runtime.backend import backend_of
 from counterpoint.runtime.checkpoint import read_facts
-from counterpoint.runtime.memory_process import memory_limit_bytes
 from counterpoint.runtime.probe_compute import gemm_works
 
 Say = Callable[[str], None]
@@ -33,13 +33,15 @@ class Setup:
 
 def resolve(config: Config, folder: RunFolder) -> Config:
     """What was left open filled in, and paths that hold wherever the run goes on from."""
+    backend = backend_of(config.device)
     return replace(
         config,
         model=config.model if is_built_in(config.model) else _anchored(config.model),
         data=config.data if config.data == STDLIB else _anchored(config.data),
         validation_data=config.validation_data and _anchored(config.validation_data),
         tokenizer=config.tokenizer and _anchored(config.tokenizer),
-        memory=config.memory or f"{memory_limit_bytes() * 3 // 4 >> 20}MiB",
+        device=backend.device.type,
+        memory=config.memory or f"{backend.default_memory_bytes() >> 20}MiB",
         run=str(folder.root),
         resume=None,
     )
@@ -91,7 +93,7 @@ def changes(config: Config, folder: RunFolder) -> str:
 
 def _refuse_broken_products(config: Config) -> None:
     """A product that traps would end the process without a word."""
-    if config.precision == "bf16" and not gemm_works(torch.bfloat16):
+    if config.precision == "bf16" and config.device == "cpu" and not gemm_works(torch.bfloat16):
         raise ExecutionError(
             "products in bf16 kill a process on this machine: set ONEDNN_MAX_CPU_ISA=AVX512_CORE_FP16 "
             "in the environment, or use precision: fp32"

@@ -20,13 +20,19 @@ from counterpoint.runtime.device_copies import Copies
 from counterpoint.runtime.device_memory import ApartMemory, DevicePool, DeviceRegion
 from counterpoint.runtime.host_memory import HostRegion, pinned_region
 from counterpoint.runtime.memory import Pool, Region
-from counterpoint.runtime.memory_process import memory_limit_bytes, peak_resident_bytes, resident_bytes, trim
+from counterpoint.runtime.memory_process import (
+    memory_limit_bytes,
+    peak_resident_bytes,
+    reset_peak_resident,
+    resident_bytes,
+    trim,
+)
 from counterpoint.runtime.tiers import Home
 
 AnyRegion = Region | DeviceRegion
 AnyPool = Pool | DevicePool
 Staging = Region | HostRegion
-_CPU_SHARE_PERCENT, _DEVICE_SHARE_PERCENT = 80, 90  # of the memory there is, when no budget is given
+_CPU_SHARE_PERCENT, _DEVICE_SHARE_PERCENT = 75, 90  # of the memory there is, when no budget is given
 
 
 class Backend(ABC):
@@ -89,7 +95,11 @@ class Backend(ABC):
 
     @abstractmethod
     def peak_bytes(self) -> int:
-        """The most of it so far."""
+        """The most of it so far, or since `reset_peak`."""
+
+    @abstractmethod
+    def reset_peak(self) -> bool:
+        """Let the peak begin anew from what is in use; False where that is not possible."""
 
     def here(self, tensor: Tensor) -> Tensor:
         return tensor.to(self.device)
@@ -155,6 +165,9 @@ class Cpu(Backend):
     def peak_bytes(self) -> int:
         return peak_resident_bytes()
 
+    def reset_peak(self) -> bool:
+        return reset_peak_resident()
+
     @contextlib.contextmanager
     def seeded(self, seed: int) -> Iterator[None]:
         before = torch.default_generator.get_state()
@@ -176,8 +189,9 @@ class Accelerator(Backend):
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self._module = torch.get_device_module(device)
+        # Streams come from pools and are handed out again and again; those of another priority are no lane's.
         torch.accelerator.set_device_index(device)
-        self._memory = ApartMemory(device, torch.Stream(device=device))
+        self._memory = ApartMemory(device, torch.Stream(device=device, priority=-1))
         self._copies = Copies(self.finish)
 
     def pool(self, budget_bytes: int) -> AnyPool:
@@ -238,6 +252,10 @@ class Accelerator(Backend):
 
     def peak_bytes(self) -> int:
         return int(torch.accelerator.max_memory_allocated(self.device))
+
+    def reset_peak(self) -> bool:
+        torch.accelerator.reset_peak_memory_stats(self.device)
+        return True
 
     def _free_bytes(self) -> int:
         return int(torch.accelerator.get_memory_info(self.device)[0])

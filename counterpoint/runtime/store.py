@@ -115,8 +115,9 @@ class Store:
     def take(self, buffer: Buffer, tensor: Tensor) -> None:
         """A value that came from another device; gradients are added to what is here."""
         if buffer.kind == "activation_grad" and buffer in self.values:
-            tensor = tensor + self.values[buffer].tensor
-            self.drop(buffer)
+            total = tensor + self.values[buffer].tensor
+            self.drop(buffer)  # the sum is made then; until here its parts must live
+            tensor = total
         self.put(buffer, tensor)
 
     def get(self, buffer: Buffer) -> Tensor:

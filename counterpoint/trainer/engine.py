@@ -71,6 +71,7 @@ class Engine:
         self.peers, self.device = peers, peers.device if peers else 0
         self.failure: BaseException | None = None
         self._closed, self._running, self._bodies, self._given = False, False, 0, 0
+        parts.backend.hold_to(wishes.memory_bytes)
         if peers is None:
             self.folder = wishes.disk or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="counterpoint-")))
             sizes = {**home_sizes(parts.frame, parts.states), **unused_sizes(parts.chain)}
@@ -117,7 +118,6 @@ class Engine:
         settled = settled_bytes(chosen.profile, chosen.plan, chosen.program, self.device, chosen.freed)
         what = "whole process" if backend.is_process else str(backend.device)
         self.memory = ProcessMemory.of(wishes.memory_bytes, self.base_bytes + settled, chosen.freed == "stay", what)
-        backend.hold_to(wishes.memory_bytes)
         self.plan = ChosenPlan.of(chosen.plan, f"{describe(chosen.forecast)}\n{self.memory}")
 
     def _build(self, parts: Parts, wishes: Wishes, home: SharedHome | None) -> None:

@@ -17,8 +17,10 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from tests import where
+
 PRELOADED = ["torch", "torch.distributed", "counterpoint.trainer", "counterpoint.decomposer"]
-TIMEOUT_SECONDS = 240
+TIMEOUT_SECONDS = 30
 PATIENT = {"COUNTERPOINT_SILENCE_SECONDS": "60"}  # a busy machine is no failure
 
 _context = multiprocessing.get_context("forkserver")
@@ -109,6 +111,7 @@ def _enter(environment: dict[str, str], target: Path, function: Callable[..., An
     import torch
 
     os.environ.update(environment)
+    where.device()
     torch.set_num_threads(1)
     value, error = None, ""
     try:

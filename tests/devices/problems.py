@@ -237,7 +237,7 @@ def weights_of(trainer: Trainer) -> dict[str, Tensor]:
     found = read_parameters(trainer.store)
     if trainer.peers is not None:
         trainer.peers.barrier("have read")
-    return found | dict(trainer.compute.buffers)
+    return found | {name: buffer.cpu() for name, buffer in trainer.compute.buffers.items()}
 
 
 def train(problem: Problem, setting: Setting, folder: str, settles: tuple[int, ...] = ()) -> dict[str, Any]:

@@ -22,20 +22,22 @@ from counterpoint.decomposer import Chain, chain_of_modules, decompose
 from counterpoint.passes.residency import place, smallest_budgets
 from counterpoint.planner.forecast import kept_layers
 from counterpoint.profiler.measure import profile_of
+from counterpoint.runtime.backend import CPU, backend_of
 from counterpoint.runtime.compute import Compute, Step
-from counterpoint.runtime.disk import Disk
 from counterpoint.runtime.executor import Executor
 from counterpoint.runtime.frame import Flat, Frame, frame_of
 from counterpoint.runtime.home import home_sizes, unused_sizes
 from counterpoint.runtime.home_update import HomeUpdate
-from counterpoint.runtime.memory import Pool
 from counterpoint.runtime.optimizer import UpdateRule
 from counterpoint.runtime.store import Store
 from counterpoint.schedules import write_program
 from counterpoint.trainer.initial_weights import fill
+from counterpoint.trainer.tiered_home import host_folder, open_tiers
+from tests import where
 from tests.home import read_parameters, read_states
 from tests.small_models import Batch
 
+DEVICE = where.device()
 NUM_STEPS = 5
 ALL_FITS = 1000.0
 POOL_SLACK_BYTES = 1 << 20  # blocks: a buffer of a few bytes takes a page
@@ -77,7 +79,7 @@ class Problem:
         return [self.batch(self.minibatch) for _ in range(NUM_STEPS)]
 
     def under_autocast(self) -> contextlib.AbstractContextManager[Any]:
-        return contextlib.nullcontext() if self.autocast is None else torch.autocast("cpu", self.autocast)
+        return contextlib.nullcontext() if self.autocast is None else torch.autocast(DEVICE.type, self.autocast)
 
 
 @dataclass(frozen=True)
@@ -123,13 +125,13 @@ class Trained:
 
 def train_plainly(problem: Problem, microbatch: int) -> Outcome:
     """The loop that everybody writes."""
-    model = problem.model()
+    model = problem.model().to(DEVICE)
     optimizer = problem.optimizer(model)
     schedule = problem.schedule(optimizer) if problem.schedule else None
     losses = []
     for batch in problem.batches():
         losses.append([])
-        for part in split(batch, microbatch):
+        for part in split({name: tensor.to(DEVICE) for name, tensor in batch.items()}, microbatch):
             with problem.under_autocast():
                 loss = _loss(problem, model, part)
             losses[-1].append(loss.item())
@@ -173,13 +175,17 @@ def train(problem: Problem, setting: Setting, folder: Path) -> Trained:
     rule = UpdateRule(optimizer, {id(p): chain.aliases.get(n, n) for n, p in named})
     states = _states(frame, rule)
     plan = plan_of(frame.num_layers, setting, problem)
-    profile = profile_of(frame, states, rule, (setting.microbatch,), "tiny", autocast=problem.autocast)
+    backend = backend_of(DEVICE)
+    profile = profile_of(frame, states, rule, (setting.microbatch,), "tiny", autocast=problem.autocast, backend=backend)
     costs = Costs(profile, plan)
     program = placed(write_program(plan, frame.outline), costs, plan, setting)
     refuse(program, costs)
-    with Disk(folder, {**home_sizes(frame, states), **unused_sizes(chain)}, scratch_bytes=0) as disk:
-        pool = Pool(max(program.budgets) + POOL_SLACK_BYTES)
-        store = Store(frame, states, disk, pool, plan.num_microbatches)
+    with contextlib.ExitStack() as stack:
+        sizes = {**home_sizes(frame, states), **unused_sizes(chain)}
+        host_bytes = 0 if backend.is_process else sum(sizes.values()) // 2
+        disk = open_tiers(stack, folder, sizes, backend, host_folder(stack, host_bytes), host_bytes)
+        pool = backend.pool(max(program.budgets) + POOL_SLACK_BYTES)
+        store = Store(frame, states, disk, pool, plan.num_microbatches, backend=backend)
         buffers = fill(store, model, None, setting.seed)
         compute = Compute(
             frame, store, rule, buffers, plan.num_microbatches, setting.seed, problem.autocast, problem.max_grad_norm
@@ -199,13 +205,13 @@ def _decomposed(problem: Problem) -> tuple[Chain, Frame]:
     """Once per model: tracing takes seconds."""
     key = (problem.build, problem.batch, problem.loss, problem.autocast, problem.listed)
     if key not in _chains:
-        with problem.under_autocast():
+        with CPU.autocast(problem.autocast):
             example = next(split(problem.batches()[0], 2))
             model = problem.model()
             if problem.listed:
                 chain = chain_of_modules(list(model.children()), example, loss=problem.loss)
             else:
-                chain = decompose(model, example, loss=problem.loss)
+                chain = decompose(model, example, loss=problem.loss, device=DEVICE)
         _chains[key] = chain, frame_of(chain)
     return _chains[key]
 
@@ -262,7 +268,8 @@ def _run(
     try:
         executor.run(part.prologue, 0)
         for number, batch in enumerate(problem.batches()):
-            compute.steps[number] = Step(number, [chain.bind(piece) for piece in split(batch, setting.microbatch)])
+            here = {name: tensor.to(DEVICE) for name, tensor in batch.items()}
+            compute.steps[number] = Step(number, [chain.bind(piece) for piece in split(here, setting.microbatch)])
             executor.run((shift(task, number, m) for task in part.body), number)
             executor.drain()
             moved.append((executor.store.counters.loaded_bytes, executor.store.counters.evicted_bytes))
@@ -302,12 +309,14 @@ def differences(found: Outcome, expected: Outcome) -> list[str]:
 
 def same(a: object, b: object) -> bool:
     if isinstance(a, Tensor) and isinstance(b, Tensor):
-        return a.dtype == b.dtype and torch.equal(a, b)
+        return a.dtype == b.dtype and torch.equal(a.cpu(), b.cpu())
     return type(a) is type(b) and a == b
 
 
 def largest_difference(found: Outcome, expected: Outcome) -> float:
-    return max(float((found.weights[name] - weight).abs().max()) for name, weight in expected.weights.items())
+    return max(
+        float((found.weights[name].cpu() - weight.cpu()).abs().max()) for name, weight in expected.weights.items()
+    )
 
 
 def transfers(tasks: tuple[Task, ...]) -> list[Load | Evict]:
