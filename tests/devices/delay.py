@@ -13,7 +13,7 @@ def mitigated_loop(
 
     Weights move by u(t) + c (u(t) - u(t-1)), where u(t) is what the optimizer alone takes from them.
     """
-    model, old = problem.build(), problem.build()
+    model, old = problem.build_here(), problem.build_here()
     optimizer = OPTIMIZERS[problem.optimizer](model)
     scheduler = problem.scheduler(optimizer)
     updates: list[Tensor] = []
@@ -32,7 +32,7 @@ def mitigated_loop(
         updates = _feed_back(model, old, updates, strength)
         if scheduler is not None:
             scheduler.step()
-    return {name: parameter.detach() for name, parameter in model.named_parameters()}, losses
+    return {name: parameter.detach().cpu() for name, parameter in model.named_parameters()}, losses
 
 
 @torch.no_grad()

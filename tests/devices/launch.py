@@ -20,7 +20,7 @@ from typing import Any
 from tests import where
 
 PRELOADED = ["torch", "torch.distributed", "counterpoint.trainer", "counterpoint.decomposer"]
-TIMEOUT_SECONDS = 30
+TIMEOUT_SECONDS = 240
 PATIENT = {"COUNTERPOINT_SILENCE_SECONDS": "60"}  # a busy machine is no failure
 
 _context = multiprocessing.get_context("forkserver")

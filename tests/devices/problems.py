@@ -17,6 +17,7 @@ from counterpoint.core.plan import Pack, Plan, equal_packs
 from counterpoint.passes.residency import smallest_budgets
 from counterpoint.schedules import write_program
 from counterpoint.trainer import engine
+from tests import where
 from tests.home import read_parameters
 
 MEMORY = "4GiB"
@@ -122,6 +123,10 @@ class Problem:
         if self.is_of_tokens:
             model = Tied() if self.model == "tied" else Wide()
         return model.to(getattr(torch, self.dtype)).train()
+
+    def build_here(self) -> nn.Module:
+        """On the device that this process may compute on."""
+        return self.build().to(where.device())
 
     @property
     def is_of_tokens(self) -> bool:
@@ -285,7 +290,7 @@ def act(problem: Problem, setting: Setting, folder: str, actions: Sequence[tuple
 
 def plain_loop(problem: Problem) -> tuple[dict[str, Tensor], list[float]]:
     """Gradients of microbatches accumulated, clipped, then a step."""
-    model = problem.build()
+    model = problem.build_here()
     optimizer = OPTIMIZERS[problem.optimizer](model)
     scheduler = problem.scheduler(optimizer)
     losses = []
@@ -297,12 +302,12 @@ def plain_loop(problem: Problem) -> tuple[dict[str, Tensor], list[float]]:
         optimizer.zero_grad()
         if scheduler is not None:
             scheduler.step()
-    return {n: p.detach() for n, p in (*model.named_parameters(), *model.named_buffers())}, losses
+    return {n: p.detach().cpu() for n, p in (*model.named_parameters(), *model.named_buffers())}, losses
 
 
 def delayed_loop(problem: Problem) -> tuple[dict[str, Tensor], list[float]]:
     """2BW in one process: gradients at the weights before the last update, applied to the newest."""
-    model, old = problem.build(), problem.build()
+    model, old = problem.build_here(), problem.build_here()
     optimizer = OPTIMIZERS[problem.optimizer](model)
     scheduler = problem.scheduler(optimizer)
     losses = []
@@ -320,15 +325,15 @@ def delayed_loop(problem: Problem) -> tuple[dict[str, Tensor], list[float]]:
         optimizer.zero_grad()
         if scheduler is not None:
             scheduler.step()
-    return {n: p.detach() for n, p in (*model.named_parameters(), *model.named_buffers())}, losses
+    return {n: p.detach().cpu() for n, p in (*model.named_parameters(), *model.named_buffers())}, losses
 
 
 def accumulate(problem: Problem, model: nn.Module, batch: dict[str, Tensor]) -> float:
-    count = problem.minibatch // problem.microbatch
+    count, device = problem.minibatch // problem.microbatch, where.device()
     found = []
     for k in range(count):
-        part = {n: t[k * problem.microbatch : (k + 1) * problem.microbatch] for n, t in batch.items()}
-        with torch.autocast("cpu", torch.bfloat16, enabled=problem.precision == "bf16"):
+        part = {n: t[k * problem.microbatch : (k + 1) * problem.microbatch].to(device) for n, t in batch.items()}
+        with torch.autocast(device.type, torch.bfloat16, enabled=problem.precision == "bf16"):
             loss = problem.loss(model(part["x"]), part)
         (loss / count).backward()
         found.append(loss.detach())

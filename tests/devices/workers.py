@@ -102,12 +102,16 @@ def train_beside_ddp(problem: Problem, setting: Setting, folder: str, ddp: bool 
     with make_trainer(problem, setting, folder) as trainer:
         for batch in problem.batches():
             trainer.step(batch)
-            found["ours"].append({name: tensor.clone() for name, tensor in trainer.compute.buffers.items()})
+            found["ours"].append(_buffers(trainer))
         trainer.settle()
-        found["settled"] = dict(trainer.compute.buffers)
+        found["settled"] = _buffers(trainer)
         if ddp:
             found["ddp"] = list(_ddp_buffers(problem, trainer.device))
     return found
+
+
+def _buffers(trainer: Trainer) -> dict[str, Any]:
+    return {name: tensor.cpu().clone() for name, tensor in trainer.compute.buffers.items()}
 
 
 def _ddp_buffers(problem: Problem, device: int) -> Iterator[dict[str, Any]]:

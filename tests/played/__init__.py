@@ -1,4 +1,4 @@
-"""The CPU -> four accelerators named "played", with memory, streams, events and a process group, to test without a GPU.
+"""The CPU -> eight accelerators named "played", with memory, streams, events and a process group: tests need no GPU.
 
 `install()` is for good and for the whole process: "played" becomes what `torch.accelerator` finds. Tests that share a
 process with others therefore use it in a child (`tests.played.child`).

@@ -4,15 +4,17 @@ Installing changes what `torch.accelerator` finds, for good: the process that ru
 """
 
 import functools
-import importlib
+import importlib.util
 import multiprocessing
 import os
 import time
+import traceback
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from datetime import timedelta
 from pathlib import Path
+from types import ModuleType
 
 from tests.played import install
 
@@ -25,7 +27,7 @@ def in_child(check: Callable[[], None]) -> Callable[[], None]:
     @functools.wraps(check)
     def test() -> None:
         try:
-            _child().submit(_run, check.__module__, check.__qualname__).result(SECONDS)
+            _child().submit(_run, check.__code__.co_filename, check.__qualname__).result(SECONDS)
         except BrokenProcessPool:
             _child.cache_clear()  # the next check gets a new child
             raise
@@ -54,8 +56,24 @@ def _child() -> ProcessPoolExecutor:
     return ProcessPoolExecutor(1, multiprocessing.get_context("spawn"), initializer=install)
 
 
-def _run(module: str, name: str) -> None:
-    getattr(importlib.import_module(module), name).__wrapped__()
+def _run(path: str, name: str) -> None:
+    """What fails is told as text: not every exception finds its way back."""
+    failure = ""
+    try:
+        getattr(_module(path), name).__wrapped__()
+    except BaseException:
+        failure = traceback.format_exc()
+    assert not failure, failure
+
+
+@functools.cache
+def _module(path: str) -> ModuleType:
+    spec = importlib.util.spec_from_file_location(f"in_child_{Path(path).stem}", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def _rank(check: Callable[[int], None], rank: int, size: int, folder: Path) -> None:

@@ -126,6 +126,22 @@ def set_delay(microseconds: int) -> None:
     native().set_delay(microseconds)
 
 
+class Runtime:
+    """The part of CUDA's runtime that pins memory which is there already."""
+
+    def cudaHostRegister(self, address: int, num_bytes: int, flags: int) -> int:
+        native().pin(address, num_bytes)
+        return 0
+
+    def cudaHostUnregister(self, address: int) -> int:
+        native().unpin(address)
+        return 0
+
+
+def cudart() -> Runtime:
+    return Runtime()
+
+
 def alias(tensor: Tensor) -> Tensor:
     """A CPU tensor on the same memory, which waits for nothing and keeps nothing from being freed."""
     aliased: Tensor = native().alias(tensor)

@@ -46,7 +46,7 @@ using torch::jit::Stack;
 using Clock = std::chrono::steady_clock;
 
 constexpr auto kType = c10::DeviceType::PrivateUse1;
-constexpr DeviceIndex kDevices = 4;
+constexpr DeviceIndex kDevices = 8;
 constexpr StreamId kStreams = 33;  // the default stream and a pool of 32, as CUDA has
 constexpr int kPoison = 0xFF;      // NaN in every floating type
 
@@ -292,10 +292,13 @@ struct Block {
   void* data = nullptr;
   size_t size = 0;
   DeviceIndex device = -1;              // -1: pinned host memory
+  bool owned = true;                    // else somebody pinned memory that was there already
   QueuePointer home;                    // the stream it was allocated on, in whose order it is freed
   std::vector<QueuePointer> users;      // streams named by record_stream
   std::vector<MarkerPointer> holds;     // process group operations
-  ~Block() { std::free(data); }
+  ~Block() {
+    if (owned) std::free(data);
+  }
 };
 
 using BlockPointer = std::shared_ptr<Block>;
@@ -519,6 +522,15 @@ DeviceAllocator& device_allocator() {
 PinnedAllocator& pinned_allocator() {
   static auto* made = new PinnedAllocator();
   return *made;
+}
+
+// As cudaHostRegister: from now on copies with this memory can be queued.
+void pin(uintptr_t address, size_t size) {
+  auto block = std::make_shared<Block>();
+  block->data = reinterpret_cast<void*>(address);
+  block->size = size;
+  block->owned = false;
+  registry().add(block);
 }
 
 bool is_pinned(const void* data) {
@@ -1340,6 +1352,8 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, module) {
   module.def("device_count", [] { return int(played::kDevices); });
   module.def("set_limit", &played::set_limit);
   module.def("set_delay", [](size_t microseconds) { played::delay_microseconds() = microseconds; });
+  module.def("pin", &played::pin);
+  module.def("unpin", [](uintptr_t address) { played::release_pinned(reinterpret_cast<void*>(address)); });
   module.def("settle", &played::settle, py::call_guard<py::gil_scoped_release>());
   module.def("alias", [](const at::Tensor& tensor) {
     TORCH_CHECK(played::on_device(tensor), "played: not a device tensor");
