@@ -36,10 +36,11 @@ _CPU_SHARE_PERCENT, _DEVICE_SHARE_PERCENT = 75, 90  # of the memory there is, wh
 
 
 class Backend(ABC):
-    """What the runtime needs of a device. `is_process` if its memory is that of the process."""
+    """What the runtime needs of a device; `is_process` if its memory is the process's own, `memory_name` whose it is."""
 
     device: torch.device
     is_process: bool
+    memory_name: str
 
     @abstractmethod
     def pool(self, budget_bytes: int) -> AnyPool:
@@ -82,8 +83,8 @@ class Backend(ABC):
         """The budget if the user gives none."""
 
     @abstractmethod
-    def hold_to(self, memory_bytes: int) -> None:
-        """Let nothing of this process pass a budget, as far as the device knows how; refuses what is not there."""
+    def held_to(self, memory_bytes: int) -> contextlib.AbstractContextManager[None]:
+        """Within it nothing of this process passes a budget, if the device knows how; refuses what is not there."""
 
     @abstractmethod
     def base_bytes(self) -> int:
@@ -119,6 +120,7 @@ class Cpu(Backend):
 
     device = torch.device("cpu")
     is_process = True
+    memory_name = "whole process"
 
     def pool(self, budget_bytes: int) -> AnyPool:
         return Pool(budget_bytes)
@@ -152,8 +154,9 @@ class Cpu(Backend):
     def default_memory_bytes(self) -> int:
         return memory_limit_bytes() * _CPU_SHARE_PERCENT // 100
 
-    def hold_to(self, memory_bytes: int) -> None:
+    def held_to(self, memory_bytes: int) -> contextlib.AbstractContextManager[None]:
         """The operating system's limits are the user's to set."""
+        return contextlib.nullcontext()
 
     def base_bytes(self) -> int:
         trim()
@@ -187,7 +190,7 @@ class Accelerator(Backend):
     is_process = False
 
     def __init__(self, device: torch.device) -> None:
-        self.device = device
+        self.device, self.memory_name = device, str(device)
         self._module = torch.get_device_module(device)
         # Streams come from pools and are handed out again and again; those of another priority are no lane's.
         torch.accelerator.set_device_index(device)
@@ -232,16 +235,20 @@ class Accelerator(Backend):
     def default_memory_bytes(self) -> int:
         return self._free_bytes() * _DEVICE_SHARE_PERCENT // 100
 
-    def hold_to(self, memory_bytes: int) -> None:
+    @contextlib.contextmanager
+    def held_to(self, memory_bytes: int) -> Iterator[None]:
         free = self._free_bytes() + torch.accelerator.memory_reserved(self.device)
         if memory_bytes > free:
             raise BudgetError(
                 f"{self.device} has {format_bytes(free)} for this process, not the {format_bytes(memory_bytes)} that "
                 "it is to use; give it less memory, or end what else runs there"
             )
-        if hasattr(self._module, "set_per_process_memory_fraction"):
-            total = torch.accelerator.get_memory_info(self.device)[1]
-            self._module.set_per_process_memory_fraction(memory_bytes / total, self.device)
+        limit = getattr(self._module, "set_per_process_memory_fraction", lambda fraction, device: None)
+        limit(memory_bytes / torch.accelerator.get_memory_info(self.device)[1], self.device)
+        try:
+            yield
+        finally:
+            limit(1.0, self.device)
 
     def base_bytes(self) -> int:
         torch.accelerator.empty_cache()

@@ -110,6 +110,14 @@ class Grouped:
         self._backend.finish()
 
 
+def wires_of(
+    backend: Backend, rank: int, senders: Sequence[tuple[int, int]], reducers: Sequence[tuple[int, ...]]
+) -> Wires:
+    """Every process of a run must ask for them, with the same senders and reducers."""
+    join_words()
+    return Tagged() if backend.is_process else Grouped(backend, rank, senders, reducers)
+
+
 def exchange(out: Pieces, into: Pieces, tag: int) -> None:
     """Send and receive at once between processors; empty pieces do not travel."""
     works = [post_receive(as_bytes(tensor), peer, tag) for tensor, peer in into if tensor.numel()]

@@ -33,7 +33,7 @@ from counterpoint.runtime.peers import Peers
 from counterpoint.runtime.store import STAGING_BYTES, Store
 from counterpoint.runtime.transport import SLICE_BYTES, Transport
 from counterpoint.runtime.updates import bad_loss
-from counterpoint.runtime.wires import Grouped, join_words
+from counterpoint.runtime.wires import wires_of
 from counterpoint.trainer.agreement import agree, decide_together, share_buffers, shared
 from counterpoint.trainer.chosen_plan import ChosenPlan
 from counterpoint.trainer.decision import decide_alone, usable_bytes
@@ -71,7 +71,7 @@ class Engine:
         self.peers, self.device = peers, peers.device if peers else 0
         self.failure: BaseException | None = None
         self._closed, self._running, self._bodies, self._given = False, False, 0, 0
-        parts.backend.hold_to(wishes.memory_bytes)
+        stack.enter_context(parts.backend.held_to(wishes.memory_bytes))
         if peers is None:
             self.folder = wishes.disk or Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="counterpoint-")))
             sizes = {**home_sizes(parts.frame, parts.states), **unused_sizes(parts.chain)}
@@ -116,8 +116,8 @@ class Engine:
         self.chosen, self._current = chosen, chosen.program
         self.base_bytes += UPDATE_STAGING_BYTES if chosen.plan.host_layers and backend.is_process else 0
         settled = settled_bytes(chosen.profile, chosen.plan, chosen.program, self.device, chosen.freed)
-        what = "whole process" if backend.is_process else str(backend.device)
-        self.memory = ProcessMemory.of(wishes.memory_bytes, self.base_bytes + settled, chosen.freed == "stay", what)
+        stays = chosen.freed == "stay"
+        self.memory = ProcessMemory.of(wishes.memory_bytes, self.base_bytes + settled, stays, backend.memory_name)
         self.plan = ChosenPlan.of(chosen.plan, f"{describe(chosen.forecast)}\n{self.memory}")
 
     def _build(self, parts: Parts, wishes: Wishes, home: SharedHome | None) -> None:
@@ -146,10 +146,7 @@ class Engine:
         if self.peers is None:
             self.executor = Executor(self.store, self.compute, costs, headroom)
         else:
-            join_words()
-            wires = (
-                None if backend.is_process else Grouped(backend, self.device, self.duties.senders, self.duties.reducers)
-            )
+            wires = wires_of(backend, self.device, self.duties.senders, self.duties.reducers)
             self.transport = Transport(self.device, self.peers.count, backend, wires)
             lanes, explain = self.duties.lanes[self.device], self.peers.explained
             self.executor = Executor(
@@ -158,7 +155,7 @@ class Engine:
             self.peers.on_failure = self.executor.lose
             devices = (self.executor, self.transport, self.compute, self.duties)
             self.losses, self.shared_buffers = LossExchange(*devices), BufferExchange(*devices)
-        self.executor.outside.stows = self.chosen.freed == "wait" and backend.is_process
+        self.executor.outside.stows = self.chosen.freed == "wait"
         self._evaluator = Evaluator(self.executor, self.compute, costs, self.plan, self.program.budgets, self.peers)
 
     @property
