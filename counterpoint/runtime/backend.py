@@ -36,7 +36,7 @@ _CPU_SHARE_PERCENT, _DEVICE_SHARE_PERCENT = 75, 90  # of the memory there is, wh
 
 
 class Backend(ABC):
-    """What the runtime needs of a device; `is_process` if its memory is the process's own, `memory_name` whose it is."""
+    """What the runtime needs of a device. Where it `is_process`, its memory is that of the process."""
 
     device: torch.device
     is_process: bool
