@@ -107,8 +107,8 @@ def _hold_to(budget: int) -> None:
         base.append(base_bytes)
         return budget
 
-    def of(memory_bytes: int, settled_bytes: int, freed_stay: bool) -> Any:
-        return whole.of(decision.memory_with(budget, base[-1]), settled_bytes, freed_stay)
+    def of(memory_bytes: int, *rest: Any) -> Any:
+        return whole.of(decision.memory_with(budget, base[-1]), *rest)
 
     whole = engine.ProcessMemory
     engine.usable_bytes, engine.ProcessMemory = usable_bytes, SimpleNamespace(of=of)  # type: ignore[assignment,misc]

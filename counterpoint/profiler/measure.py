@@ -243,7 +243,7 @@ class _Runner:
         fixed = [*self.parameters.values(), *self.buffers.values()]
         batch = [t for i, t in zip(self.layer.inputs, inputs, strict=True) if self.chain.values[i].producer < 0]
         apart = {tensor.untyped_storage().data_ptr() for tensor in (*fixed, *batch)}
-        with Meter([*fixed, *inputs], self.backend.device) as forward, discarding():
+        with Meter([*fixed, *inputs], self.backend) as forward, discarding():
             plain, _ = self._forward(inputs)
         workspace = max(0, forward.peak_bytes - storage_bytes(list(plain)))
         del plain
@@ -255,7 +255,7 @@ class _Runner:
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             outputs, entered = self._forward(inputs)
-        with Meter([*fixed, *self.targets.values(), *inputs, *kept], self.backend.device) as backward:
+        with Meter([*fixed, *self.targets.values(), *inputs, *kept], self.backend) as backward:
             self._backward(outputs, entered, set(self.targets), self.makings[size])
         fresh = (self.pages.ns(forward.made), self.pages.ns(backward.made))
         kept_large = storage_bytes([tensor for tensor in kept if is_large(tensor.untyped_storage().nbytes())])

@@ -3,34 +3,48 @@
 import weakref
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from counterpoint.runtime.backend import CPU
+from counterpoint.runtime.backend import CPU, Backend
 from counterpoint.runtime.memory_process import HEAP_BYTES
 
 
 class Meter(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts storages that operators return, from their making to their end; what was there before does not count.
 
-    `made` are the sizes of all of them; `peak_large_bytes` counts only those that are too large for the heap.
+    `made` are the sizes of all of them; `peak_large_bytes` counts only those that are too large for the heap. What
+    kernels take for themselves, no operator returns: an accelerator's own books know of it.
     """
 
-    def __init__(self, known: list[Tensor], device: torch.device = CPU.device) -> None:
+    def __init__(self, known: list[Tensor], backend: Backend = CPU) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.device = device
+        self.backend, self._begin_bytes = backend, 0
         self.live_bytes = self.peak_bytes = 0
         self.live_large_bytes = self.peak_large_bytes = 0
         self.made: list[int] = []
         self._known = {tensor.untyped_storage().data_ptr() for tensor in known}
         self._counted: set[int] = set()
 
+    def __enter__(self) -> "Meter":
+        if not self.backend.is_process:
+            self.backend.finish()
+            self.backend.reset_peak()
+            self._begin_bytes = self.backend.used_bytes()
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        if not self.backend.is_process:
+            self.backend.finish()
+            self.peak_bytes = max(self.peak_bytes, self.backend.peak_bytes() - self._begin_bytes)
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         for leaf in tree_leaves(result):
-            if isinstance(leaf, Tensor) and leaf.device == self.device:
+            if isinstance(leaf, Tensor) and leaf.device == self.backend.device:
                 self._count(leaf)
         return result
 

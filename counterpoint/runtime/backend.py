@@ -244,7 +244,7 @@ class Accelerator(Backend):
                 "it is to use; give it less memory, or end what else runs there"
             )
         limit = getattr(self._module, "set_per_process_memory_fraction", lambda fraction, device: None)
-        limit(memory_bytes / torch.accelerator.get_memory_info(self.device)[1], self.device)
+        limit(memory_bytes / self._module.mem_get_info(self.device)[1], self.device)
         try:
             yield
         finally:
@@ -265,7 +265,7 @@ class Accelerator(Backend):
         return True
 
     def _free_bytes(self) -> int:
-        return int(torch.accelerator.get_memory_info(self.device)[0])
+        return int(self._module.mem_get_info(self.device)[0])
 
     @contextlib.contextmanager
     def seeded(self, seed: int) -> Iterator[None]:

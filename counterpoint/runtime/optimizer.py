@@ -21,7 +21,7 @@ from counterpoint.runtime.error_feedback import ErrorFeedback
 from counterpoint.runtime.shadow import shadow_of
 
 SLICE_ELEMENTS = 1 << 17  # temporaries are small enough for the heap, and stay in the cache
-DEVICE_SLICE_ELEMENTS = 1 << 23  # on an accelerator, which wants more to do at once
+DEVICE_SLICE_ELEMENTS = 1 << 20  # an accelerator wants more to do at once; temporaries must fit into the margin
 _SMALL_BYTES = 64 << 20
 _ELEMENTWISE = ("SGD", "Adam", "AdamW", "Adamax", "NAdam", "RAdam", "RMSprop", "Rprop", "Adagrad", "Adadelta", "ASGD")
 

@@ -143,6 +143,7 @@ class Transport:
             self._scratch.append(self.backend.empty(0, torch.uint8))
         for index in range(count):
             if self._scratch[index].numel() < num_bytes:
+                self.backend.finish()  # what is replaced may still be read
                 self._scratch[index] = self.backend.empty(num_bytes, torch.uint8)
         return [room[:num_bytes].view(like.dtype) for room in self._scratch[:count]]
 
