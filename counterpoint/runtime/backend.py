@@ -192,8 +192,8 @@ class Accelerator(Backend):
     def __init__(self, device: torch.device) -> None:
         self.device, self.memory_name = device, str(device)
         self._module = torch.get_device_module(device)
-        # Streams come from pools and are handed out again and again; those of another priority are no lane's.
         torch.accelerator.set_device_index(device)
+        # Streams come from pools and are handed out again and again; those of another priority are no lane's.
         self._memory = ApartMemory(device, torch.Stream(device=device, priority=-1))
         self._copies = Copies(self.finish)
 
@@ -287,7 +287,7 @@ def backend_of(device: torch.device | str | None = None) -> Backend:
     """
     if device is None:
         found = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
-        device = found if found is not None else CPU.device
+        device = found if found is not None and _keeps_books(found) else CPU.device
     wanted = torch.device(device)
     if wanted.type in ("cpu", "meta"):
         return CPU
@@ -296,9 +296,16 @@ def backend_of(device: torch.device | str | None = None) -> Backend:
     if known is None or known.type != wanted.type:
         have = f"this machine has {count} of kind {known.type!r}" if known is not None else "torch finds no accelerator"
         raise ModelError(f"there is no device {str(wanted)!r}: {have}; choose another, or cpu")
+    if not _keeps_books(wanted):
+        raise ModelError(f"torch.{wanted.type} does not say how much memory a device has, so no budget holds; use cpu")
     index = int(os.environ.get("LOCAL_RANK", "0")) if wanted.index is None else wanted.index
     if index >= count:
         raise ModelError(
             f"device {wanted.type}:{index} is asked for and there are {count}; start as many processes as devices"
         )
     return Accelerator(torch.device(wanted.type, index))
+
+
+def _keeps_books(device: torch.device) -> bool:
+    """Whether torch can tell how much memory such a device has and has left."""
+    return hasattr(torch.get_device_module(device), "mem_get_info")

@@ -163,6 +163,15 @@ def test_an_accelerator_is_chosen_by_itself() -> None:
 
 
 @in_child
+def test_a_device_that_keeps_no_books_is_not_chosen() -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delattr(torch.get_device_module("played"), "mem_get_info")
+        assert backend_of().is_process
+        with pytest.raises(ModelError, match=r"torch\.played does not say how much memory a device has"):
+            backend_of("played")
+
+
+@in_child
 def test_the_command_line_trains_on_it() -> None:
     from counterpoint.cli import main
 
