@@ -16,6 +16,8 @@ from datetime import timedelta
 from pathlib import Path
 from types import ModuleType
 
+import torch
+
 from tests.played import install
 
 SECONDS = 240
@@ -59,6 +61,7 @@ def _child() -> ProcessPoolExecutor:
 def _run(path: str, name: str) -> None:
     """What fails is told as text: not every exception finds its way back."""
     failure = ""
+    torch.accelerator.set_device_index(0)  # wherever the check before has left it
     try:
         getattr(_module(path), name).__wrapped__()
     except BaseException:
@@ -77,7 +80,6 @@ def _module(path: str) -> ModuleType:
 
 
 def _rank(check: Callable[[int], None], rank: int, size: int, folder: Path) -> None:
-    import torch
     import torch.distributed as dist
 
     install()
