@@ -2,7 +2,7 @@
 
 No other module asks what kind of device it has. A lane is a thread. On an accelerator it has a stream as well, and a
 task of the lane has ended when its stream has come to the end: whoever follows finds it done, memory that it used is
-free, and the record says when it really ran. That costs some microseconds per task, of which most last milliseconds.
+free, and the record says when it really ran. The price is that the device waits between two tasks.
 """
 
 import contextlib

@@ -19,7 +19,7 @@ from counterpoint.runtime.strides import Form, spanned
 from counterpoint.runtime.wires import NORMS, SUMS, Tagged, Wires, as_bytes, exchange, post_receive, post_send
 
 SLICE_BYTES = 4 << 20
-_WORDS = Tagged()
+_TALK = Tagged()
 _LOSSES, _BUFFERS = 4, 5
 _MAX_DIMENSIONS = 12
 _KEPT = 8
@@ -54,7 +54,7 @@ class PeerGone(RuntimeError):
 class Transport:
     """Messages of one device. Each method may block; lanes call them, never two of one lane and peer at once."""
 
-    def __init__(self, device: int, num_devices: int, backend: Backend = CPU, wires: Wires = _WORDS) -> None:
+    def __init__(self, device: int, num_devices: int, backend: Backend = CPU, wires: Wires = _TALK) -> None:
         self.device, self.num_devices, self.backend = device, num_devices, backend
         self.wires = wires
         self.counters = SendCounters()
@@ -75,7 +75,7 @@ class Transport:
         form = None if tensor is None else Form.of(tensor)
         key = (peer, what)
         if key not in self._sent:
-            _WORDS.send(_header(form), peer)
+            _TALK.send(_header(form), peer)
             self._sent[key] = form
         elif self._sent[key] != form:
             raise ExecutionError(f"{what} was {self._sent[key]} and is {form} here; its layout must not change")
@@ -88,7 +88,7 @@ class Transport:
         key = (peer, what)
         if key not in self._known:
             header = torch.empty(2 + 2 * _MAX_DIMENSIONS, dtype=torch.int64)
-            _WORDS.receive(header, peer).wait()
+            _TALK.receive(header, peer).wait()
             self._known[key] = _form(header)
         form = self._known[key]
         if form is None:
